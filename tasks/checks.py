@@ -34,20 +34,12 @@ from trainer_core.objectives.objective_config import check_sampling
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
-    """Refuse a run that cannot work. A second call in the same process reads and tokenizes nothing again.
-
-    A run that has stored its model and its prompts depends on nothing outside: their sources may be gone, but if they
-    can be read they must be what the run was made from.
-
-    Args:
-        prepared: the run's stage `prepare`, if it is committed.
-
-    Raises:
-        InputError: the layout or the engine does not fit the model, the model, a data set or the reward cannot be used
-            or is not what the run was started with, sizes contradict each other, CUDA is requested but not available,
-            or the root's URL has credentials.
-        StorageUnavailable: the root cannot be written.
-    """
+    """Refuse a run that cannot work. A second call in the same process reads and tokenizes nothing again. A run that
+    has stored its model and its prompts depends on nothing outside: their sources may be gone, but if they can be read
+    they must be what the run was made from. `prepared` is the stage `prepare` of a run that has committed it. Raises
+    InputError (the layout or the engine does not fit the model, the model, a data set or the reward cannot be used or
+    is not what the run was started with, sizes contradict each other, CUDA is requested but not available, or the
+    root's URL has credentials) or StorageUnavailable (the root cannot be written)."""
     check_root_url(root.url)
     root.check_writable()
     if prepared is None:
@@ -63,30 +55,18 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
 
 
 def check_content(config: RunConfig) -> None:
-    """The checks of a new run that need no storage root. Writes nothing.
-
-    Raises:
-        InputError: as `check_config`.
-    """
+    """The checks of a new run that need no storage root. Writes nothing. Raises InputError: as `check_config`."""
     _check_content(config.model_dump_json(), _device(config))
     check_components([call.score for call in reward_calls(config)], config.evaluate.passing, "evaluate.pass")
 
 
 def reward_calls(config: RunConfig) -> tuple[Call, ...]:
-    """Calls of a new run's reward on a few of its records; none if `reward.try` is false.
-
-    Raises:
-        InputError: too many have no score.
-    """
+    """Calls of a new run's reward on a few records, if `reward.try`. Raises InputError: too many have no score."""
     return _reward_calls(config.model_dump_json(), _texts(config.reward))
 
 
 def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
-    """The checks of a run that begins with the model and the prompts of another.
-
-    Raises:
-        InputError: as `check_config`.
-    """
+    """The checks of a run that begins with another's model and prompts. Raises InputError: as `check_config`."""
     if config.model.source is not None:
         check_model(config, source, Prepared(prepared))
     _check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
@@ -98,11 +78,7 @@ def prepared_stage(root: Root, run: str) -> Manifest | None:
 
 
 def model_facts(config: RunConfig) -> Facts:
-    """The content of the model's config.json, from its directory or as the model is to be generated.
-
-    Raises:
-        InputError: the directory has no readable config.json.
-    """
+    """The content of the model's config.json, read or to be generated. Raises InputError: it cannot be read."""
     section = config.model
     return model_config(section.generate) if section.generate else open_model(section).document("config.json")
 

@@ -28,11 +28,8 @@ _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its si
 
 
 def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
-    """Refuse changed settings and a changed model. A model that cannot be read any more is no matter.
-
-    Raises:
-        InputError: with both values, and the command that makes a fork, or the advice to start a new run.
-    """
+    """Refuse changed settings and a changed model. A model that cannot be read any more is no matter. Raises
+    InputError: with both values, and the command that makes a fork, or the advice to start a new run."""
     run = prepared.manifest.run
     _check_settings(config, root, run)
     if config.model.source is not None:
@@ -78,11 +75,7 @@ def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
 
 
 def check_model(config: RunConfig, root: Root, prepared: Prepared) -> None:
-    """Refuse a model that is not the one that was stored. One that cannot be read any more is no matter.
-
-    Raises:
-        InputError: naming a file that differs.
-    """
+    """Raises InputError: a file of the model is not the one that was stored. A model that is gone is no matter."""
     try:
         folder = find_model(config.model)
         there = folder.files()

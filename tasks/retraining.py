@@ -34,15 +34,8 @@ def retrain_config(
     root: Root, run: str, given: Mapping[str, Any], config: str | None = None, settings: Sequence[str] = ()
 ) -> RunConfig:
     """The configuration of a run on stored samples: as recorded, or for a new run that of the run it begins from.
-
-    Args:
-        given: keys of [retrain], which replace those of `config`.
-        config: path or URL of a TOML file with the settings that differ.
-        settings: `section.key=value`, which replace all others.
-
-    Raises:
-        InputError: it cannot be used.
-    """
+    `config` is the path or URL of a TOML file with the settings that differ; `given`, keys of [retrain], replace those
+    in it, and `settings`, each `section.key=value`, all others. Raises InputError: it cannot be used."""
     changes = {} if config is None else load_changes(config)
     changes = merged(changes, {"retrain": dict(given)} if given else {})
     apply_overrides(changes, settings)
@@ -67,11 +60,8 @@ def retrain_config(
 
 
 def since_of(root: Root, run: str, age: str, now: datetime | None = None) -> str:
-    """The time from which `--newer-than AGE` counts: fixed when the run begins, whenever it is continued.
-
-    Raises:
-        InputError: `age` is of another form.
-    """
+    """The time from which `--newer-than AGE` counts: fixed when the run begins, whenever it is continued. Raises
+    InputError: `age` is of another form."""
     since = moment_before(age, now or datetime.now(UTC))
     if root.exists(layout.run_config_key(check_run_name(run))):
         recorded = stored_config(root, run).retrain
@@ -80,11 +70,7 @@ def since_of(root: Root, run: str, age: str, now: datetime | None = None) -> str
 
 
 def start_of(root: Root, run: str, text: str) -> str:
-    """The state that `--from` names; of a run alone it is the newest that is kept when the new run begins.
-
-    Raises:
-        InputError: the run has none.
-    """
+    """The state that `--from` names; of a run alone the newest that is kept. Raises InputError: it has none."""
     text, place = absolute(text), place_of(text)
     if "@" in text:
         return text
@@ -103,17 +89,10 @@ def start_of(root: Root, run: str, text: str) -> str:
 def begin_retraining(
     root: Root, run: str, config: RunConfig, request: str | None = None, announce: Announce = lambda _: None
 ) -> Forked | None:
-    """Make the run, unless it exists; what cannot work is refused first, and nothing is stored then.
-
-    All that is selected is read once for this, and once more by the stage.
-
-    Args:
-        request: identity of the flow run that begins it.
-        announce: told of what will be copied.
-
-    Raises:
-        InputError: the configuration, the state to start from or the selection cannot be used.
-    """
+    """Make the run, unless it exists; what cannot work is refused first, and nothing is stored then. All that is
+    selected is read once for this, and once more by the stage. `request` is the identity of the flow run that begins
+    it; `announce` is told of what will be copied. Raises InputError: the configuration, the state to start from or the
+    selection cannot be used."""
     section = _section(config, run)
     if root.exists(layout.run_config_key(run)):
         return None

@@ -54,16 +54,10 @@ def check_sync(
     running: Mapping[str, EngineHandle],
     say: Callable[[str], object],
 ) -> CheckedSync:
-    """Compare engines with the weights of an iteration.
-
-    Args:
-        stored: `tensor_digest` by name of the weights of the stored state; None if they are not known.
-        running: the run's engines by name, which are only asked; if there are none, new ones are started in `context`,
-            and get the stored weights as after a restart.
-
-    Raises:
-        NotCommitted: the iteration has no weight sync.
-    """
+    """Compare engines with the weights of an iteration. `stored` holds the `tensor_digest` of each weight of the stored
+    state by name; None if they are not known. The engines `running`, by name, are only asked; if there are none, new
+    ones are started in `context`, and get the stored weights as after a restart. Raises NotCommitted: the iteration has
+    no weight sync."""
     served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
     engines = [_checked(name, engine, served, stored) for name, engine in running.items()]
     if not engines:

@@ -114,8 +114,7 @@ def has_credentials(text: str) -> bool:
 
 
 def check_root_url(url: str) -> None:
-    """Refuse a storage root whose URL has credentials: the URL is shown, and recorded by Prefect. Raises InputError: it
-    has credentials."""
+    """Raises InputError: a storage root has credentials in its URL, which is shown, and recorded by Prefect."""
     if has_credentials(url):
         raise InputError(
             f"the storage root {shown_text(url)} has credentials in its URL: remove them and set them where the "

@@ -66,8 +66,8 @@ class DataSource(Section):
     split: Annotated[str | None, RUNTIME] = None
     """Split of a data set of the hub; required for one."""
     format: Annotated[Format | None, RUNTIME] = None
-    """Form of the files; by default the end of their names (.jsonl, .json, .csv, .tsv, .parquet), else
-    JSONL. A .json file holds one array of records, or one record a line."""
+    """Form of the files; by default the end of their names (.jsonl, .json, .csv, .tsv, .parquet), else JSONL. A .json
+    file holds one array of records, or one record a line."""
     id_field: str | None = None
     """Field with the prompt's id."""
     prompt_field: str | None = None
@@ -162,8 +162,8 @@ class DataSection(Section):
     """Fields that records are without, for rewards too: those with values that JSON does not have, such as dates."""
     accept: Annotated[tuple[Literal["blanks", "end"], ...], RUNTIME] = ()
     """Changes that the chat template may make to a trained turn, which is refused otherwise: `blanks`, it leaves those
-    around the answer out; `end`, it closes the turn without a stop token, and the first stop token is trained instead.
-    """
+    around the answer out; `end`, it closes the turn without a stop token, and the first stop token is trained
+    instead."""
     download: Annotated[bool, RUNTIME] = False
     """Download data sets of the hub; otherwise only its cache on this machine is searched."""
     overlong: Literal["refuse", "drop"] = "refuse"

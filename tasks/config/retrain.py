@@ -61,8 +61,7 @@ def state_of(text: str) -> Place:
 
 
 def moment_before(age: str, now: datetime) -> datetime:
-    """The time that lies `age` (90m, 24h, 7d, 2w) before `now`, in UTC and whole seconds. Raises InputError: it has
-    another form."""
+    """The time `age` (90m, 24h, 7d, 2w) before `now`, in UTC and whole seconds. Raises InputError: another form."""
     found = _AGE.fullmatch(age)
     if found is None:
         raise InputError(f"--newer-than {age!r} is no age: give a number with m, h, d or w, as in 24h or 7d")

@@ -88,8 +88,8 @@ class SyncSection(Section):
     """Weights travel in buckets of at most this size; each sender has two such buffers. A larger tensor travels alone,
     and then all buffers have its size. On a card they are kept from one sync to the next. MiB."""
     in_flight: Literal["abort", "wait", "keep"] = "abort"
-    """Treatment of requests in flight: `abort` drops them, `wait` completes them first, with
-    `keep` they go on with the new weights. The training loop never has requests in flight."""
+    """Treatment of requests in flight: `abort` drops them, `wait` completes them first, with `keep` they go on with the
+    new weights. The training loop never has requests in flight."""
     probe_sequences: int = Field(default=8, ge=1)
     """Held-out prompts with answers whose log-probabilities engine and trainer must agree on."""
     max_mean_difference: float | None = Field(default=None, gt=0)
@@ -165,8 +165,8 @@ class EngineSection(Section):
     """Give the card's memory to the trainer while it trains: the weights go to memory of the host, the key-value cache
     is dropped, and both come back before the weights are synced. No effect on CPU."""
     own_process: bool | None = None
-    """Run vLLM's scheduler in a process of its own. By default so on a GPU, unless `device.deterministic`;
-    with `tensor` above 1 always."""
+    """Run vLLM's scheduler in a process of its own. By default so on a GPU, unless `device.deterministic`; with
+    `tensor` above 1 always."""
     # vLLM runs have neither key in their meaning
     function: Annotated[str | None, _SAMPLES, FUNCTION] = Field(default=None, exclude_if=_no)
     """Class of an engine of your own, in place of vLLM: `file.py:NAME` with a file beside the configuration or in the

@@ -191,8 +191,7 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
 
 
 def check_record(root: Root, run: str, config: RunConfig) -> None:
-    """Refuse early what `record_config` would refuse under the run's lease; records nothing. Raises InputError: as
-    `record_config`."""
+    """Raises InputError early where `record_config` would under the run's lease; records nothing."""
     there = _is_there(root, run) and not _is_unused(root, run, _record(run, config))
     if there and not corrections(root, run, config):
         _continued(root, run, config)

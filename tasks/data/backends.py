@@ -95,8 +95,7 @@ class Backend(Protocol):
 
 
 def read_backend(directory: Path) -> Backend:
-    """The tokenizer of a Hugging Face directory. No code of the directory is run. Raises InputError: there is none, or
-    it cannot be read."""
+    """The tokenizer of a Hugging Face directory, whose code is not run. Raises InputError: there is none to read."""
     generated = _is_generated(directory)
     if not any((directory / name).is_file() for name in (_TOKENIZERS[:1] if generated else _TOKENIZERS)):
         raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")

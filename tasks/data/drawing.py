@@ -57,8 +57,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def repetitions(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Earlier occurrences of each entry of `rows`, (count,) int64: where two passes meet, a draw may contain a prompt
-    twice."""
+    """Earlier occurrences of each entry, (count,) int64: where two passes meet, a draw may hold a prompt twice."""
     order = np.argsort(rows, kind="stable")
     places, found = np.arange(len(rows)), np.empty(len(rows), dtype=np.int64)
     starts = np.r_[True, rows[order][1:] != rows[order][:-1]] if len(rows) else np.empty(0, dtype=bool)

@@ -33,8 +33,7 @@ class ModelFolder:
         return f"model.source {self.shown}"
 
     def files(self) -> dict[str, int]:
-        """Sizes of its files in bytes, by name, sorted. Raises InputError: there is no such folder, or it cannot be
-        read."""
+        """Sizes of its files in bytes, by name, sorted. Raises InputError: there is no readable folder."""
         try:
             there = self.fs.ls(self.path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -147,8 +146,7 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
 
 
 def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:
-    """The number of weights; `facts` are the fields of the model's config.json. Raises InputError: its files cannot be
-    listed."""
+    """The number of weights; `facts` are those of config.json. Raises InputError: the files cannot be listed."""
     if section.generate is not None:
         return sum(math.prod(shape) for _, shape in shapes(section.generate))
     kind = str(facts.get("dtype") or facts.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -65,8 +65,7 @@ def prompt_batches(
 
 
 def id_of(read: Read, field: str, number: int) -> str:
-    """The id of a record's prompt, or `number` if it has none. Raises InputError: it is neither a text nor an
-    integer."""
+    """The id of a record's prompt, or else `number`. Raises InputError: it is neither a text nor an integer."""
     found = read.values.get(field)
     text = str(number) if found is None or found == "" else text_of(found)
     if text is None:
@@ -102,8 +101,7 @@ def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Tabl
 def check_lengths(
     table: pa.Table, context: int, max_tokens: int, where: str, setting: str = "rollout.max_tokens"
 ) -> None:
-    """Refuse a stored table with prompts that leave no room for a response, which `setting` limits. Raises InputError:
-    naming the first."""
+    """Raises InputError: a prompt of a stored table leaves no room for a response, which `setting` limits."""
     lengths, room = _lengths(table["prompt_tokens"].combine_chunks()), Room(context, max_tokens)
     if (lengths + max_tokens > context).any():
         row = int((lengths + max_tokens > context).argmax())

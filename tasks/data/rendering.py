@@ -90,8 +90,7 @@ class Renderer:
         return Template(self.codec)
 
     def render(self, record: Record, place: str) -> Rendered:
-        """The prompt of a record, which stands at `place`. Raises InputError: it has no prompt, or one that the chat
-        template refuses."""
+        """The prompt of a record. Raises InputError: it has none, or one that the chat template refuses."""
         self.records += 1
         self.fields.update(record)
         try:

@@ -250,8 +250,7 @@ def _with_held_out(made: Prompts, count: int, seed: int) -> Prompts:
 
 
 def check_prompts(config: RunConfig) -> Prompts:
-    """The prompts of a new run. Raises InputError: they cannot be used, or some that the configuration needs are
-    missing."""
+    """The prompts of a new run. Raises InputError: they cannot be used, or needed ones are missing."""
     prompts = prompts_of(config, text_codec(config))
     solved = prompts.tables.get("warmup")
     _check_needed(config, prompts.tables.keys(), solved is not None and solved["answer"].null_count < len(solved))

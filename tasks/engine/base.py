@@ -217,11 +217,8 @@ class BaseEngine(EngineProtocol, ABC):
                 )
 
     def _written(self, bucket: int, arena: "torch.Tensor", live: "Mapping[str, torch.Tensor]") -> dict[str, str]:
-        """Copy a bucket to the live parameters; the digests of what arrived, by name.
-
-        Raises:
-            SyncMismatch: a parameter holds something else afterwards.
-        """
+        """Copy a bucket to the live parameters; the digests of what arrived, by name. Raises SyncMismatch: a parameter
+        holds something else afterwards."""
         from trainer_core.weights.digest import tensor_digests
         from trainer_core.weights.packing import tensors_of, views
 

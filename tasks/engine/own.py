@@ -28,20 +28,12 @@ _REASONS = ("stop", "length", "abort")
 
 
 def find_engine(function: str, source: str) -> UserFunction:
-    """The class that `engine.function` names; nothing is imported.
-
-    Raises:
-        InputError: it cannot be found, or has not the digest `source`.
-    """
+    """The class that `engine.function` names, not imported. Raises InputError: it is not there, or not of `source`."""
     return found_code(function, source, "engine", ENGINES)[0]
 
 
 def load_engine(target: UserFunction) -> type[Any]:
-    """Import the class.
-
-    Raises:
-        InputError: it cannot be imported, is no class, or has not the methods of `EngineProtocol`.
-    """
+    """Import the class. Raises InputError: it cannot be imported, or is no class with `EngineProtocol`."""
     with _refusing(target):
         kind = target.load().function
     if not isinstance(kind, type):
@@ -62,11 +54,7 @@ class OwnEngine(EngineProtocol):
     line, but for those of ours, of the operating system and of memory, after which a stage is tried again."""
 
     def __init__(self, target: UserFunction, spec: EngineSpec) -> None:
-        """Make the engine.
-
-        Raises:
-            InputError: as `load_engine`, or it cannot be made.
-        """
+        """Make the engine. Raises InputError: as `load_engine`, or it cannot be made."""
         kind = load_engine(target)
         self._target = target
         self._rows: dict[int, int] = {}  # prompts of the batches that are under way

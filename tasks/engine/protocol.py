@@ -78,11 +78,8 @@ class EngineSpec(Frozen):
     """Seed of the engine; samples have their own seeds."""
 
     def check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
-        """Check that each sequence leaves room for one sampled token; `what` names one in the message.
-
-        Raises:
-            InputError: one is empty or too long.
-        """
+        """Check that each sequence leaves room for one sampled token; `what` names one in the message. Raises
+        InputError: one is empty or too long."""
         limit = self.max_model_len - 1
         for index, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= limit:
@@ -163,38 +160,23 @@ def weights_digest(digests: Mapping[str, str]) -> str:
 
 class EngineProtocol(Protocol):
     """One engine. One call at a time, but it samples many batches at once: `enqueue` them, and `collect` what is done.
-
-    Every other call drops what was queued and not collected: whoever queued it is gone.
-    """
+    Every other call drops what was queued and not collected: whoever queued it is gone."""
 
     def identity(self) -> EngineIdentity:
         """Identity of the weights that the engine holds."""
         ...
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
-        """Sample one response for each (prompt, seed), in their order.
-
-        Log-probabilities are those of the distribution that was sampled from (after temperature and top-p), float32
-        nats; at temperature 0 they are the model's own, at temperature 1.
-
-        Returns:
-            A batch of schema `COMPLETIONS`, one row per prompt.
-
-        Raises:
-            InputError: there is no prompt, or one is empty or leaves no room for a response.
-            SyncMismatch: the last weight update failed, so the weights must not be used.
-        """
+        """Sample one response for each (prompt, seed), in their order. Log-probabilities are those of the distribution
+        that was sampled from (after temperature and top-p), float32 nats; at temperature 0 they are the model's own, at
+        temperature 1. Returns a batch of schema `COMPLETIONS`, one row per prompt. Raises InputError (there is no
+        prompt, or one is empty or leaves no room for a response) or SyncMismatch (the last weight update failed, so the
+        weights must not be used)."""
         ...
 
     def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
-        """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once.
-
-        Args:
-            number: how `collect` names the batch; each is under way once.
-
-        Raises:
-            InputError, SyncMismatch: as `generate`.
-        """
+        """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once. `collect`
+        names the batch by `number`; each is under way once. Raises InputError, SyncMismatch: as `generate`."""
         ...
 
     def collect(self, wait_s: float) -> Collected:
@@ -206,66 +188,42 @@ class EngineProtocol(Protocol):
         ...
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
-        """Log-probability of each token given those before it, at temperature 1.
-
-        Returns:
-            For each sequence float32 nats of its tokens 1, 2, ...; one entry less than it has tokens.
-
-        Raises:
-            InputError: a sequence is empty or fills the whole context (the engine always samples one token more).
-            SyncMismatch: the last weight update failed, so the weights must not be used.
-        """
+        """Log-probability of each token given those before it, at temperature 1. Returns for each sequence float32 nats
+        of its tokens 1, 2, ...; one entry less than it has tokens. Raises InputError: a sequence is empty or fills the
+        whole context (the engine always samples one token more); SyncMismatch: the last weight update failed, so the
+        weights must not be used."""
         ...
 
     def survey_model(self) -> None:
         """Look at the live model of each worker, for an update that trainer ranks are planning meanwhile. What was seen
-        serves the next `prepare_update` alone, which would look itself otherwise. Requests go on.
-        """
+        serves the next `prepare_update` alone, which would look itself otherwise. Requests go on."""
         ...
 
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:
-        """Get ready to receive; nothing is written yet, and the weights of before still serve.
-
-        Args:
-            plan: the update, a `WeightPlan` as JSON.
-            digest: as the trainer ranks computed it.
-            channel: how it arrives.
-            first_receiver: number of this engine's first worker among `channel.receivers`; the others follow.
-            in_flight: what becomes of requests that are under way. Those that are finished are kept for `collect`;
-                those that are kept are held until the update is committed or aborted.
-
-        Returns:
-            The digest of the plan as every worker computed it.
-
-        Raises:
-            SyncMismatch: the plan is not what the live model of a worker needs, with the names; or workers disagree
-                with each other or with `digest`.
-        """
+        """Get ready to receive; nothing is written yet, and the weights of before still serve. `plan` is a `WeightPlan`
+        as JSON, with the `digest` that the trainer ranks computed; the update arrives by `channel`, among whose
+        receivers this engine's workers are numbered from `first_receiver`. Of the requests under way (`in_flight`),
+        finished ones stay for `collect`, and kept ones are held until the update is committed or aborted. Returns the
+        digest of the plan as every worker computed it. Raises SyncMismatch: the plan is not what the live model of a
+        worker needs, with the names; or workers disagree with each other or with `digest`."""
         ...
 
     def receive_update(self) -> Arrived:
         """Receive what was prepared, load it in place, and verify what landed. From the first byte that is written
-        until `commit_update` the engine refuses to generate. Called while the trainer ranks send.
-
-        Raises:
-            SyncMismatch: a tensor did not arrive, is not loaded, or landed otherwise than it was sent; with its name.
-        """
+        until `commit_update` the engine refuses to generate. Called while the trainer ranks send. Raises SyncMismatch:
+        a tensor did not arrive, is not loaded, or landed otherwise than it was sent; with its name."""
         ...
 
     def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
         """Serve what was received: empty the prefix cache and stamp the weights. Returns what `identity` says then.
-
-        Raises:
-            SyncMismatch: nothing was received, or not this.
-        """
+        Raises SyncMismatch: nothing was received, or not this."""
         ...
 
     def abort_update(self, reason: str) -> bool:
         """Forget what was prepared. Returns whether the weights of before still serve: not if they were written to;
-        then the engine refuses to generate, with that reason, until the next commit. Safe to call at any time.
-        """
+        then the engine refuses to generate, with that reason, until the next commit. Safe to call at any time."""
         ...
 
     def refuse(self, reason: str) -> None:
@@ -275,17 +233,13 @@ class EngineProtocol(Protocol):
     def held(self) -> dict[str, str]:
         """Digest of each tensor of the committed weights by name: of what the live parameters hold now, where kernels
         use them as they were loaded, else as it arrived. Empty if nothing is committed. What is queued stays, and an
-        engine that sleeps goes on sleeping: of it, what was committed.
-        """
+        engine that sleeps goes on sleeping: of it, what was committed."""
         ...
 
     def sleep(self) -> bool:
         """Give the card's memory back until the next call that needs it, as to a trainer on the same card: what is
-        queued is dropped, weights go to memory of the host, and the key-value cache is emptied.
-
-        Returns:
-            Whether it does; not if it was started without `EngineSpec.sleeps`, as on CPU: then nothing happens.
-        """
+        queued is dropped, weights go to memory of the host, and the key-value cache is emptied. Returns whether it
+        does; not if it was started without `EngineSpec.sleeps`, as on CPU: then nothing happens."""
         ...
 
     def wake(self) -> None:

@@ -6,15 +6,8 @@ from trainer_core.user_code import UserFunction
 
 
 def start_engine(spec: EngineSpec, meeting_place: str | None, own: UserFunction | None) -> EngineProtocol:
-    """Start an engine.
-
-    Args:
-        meeting_place: empty folder where the processes of `spec.tensor` above 1 meet.
-        own: class of the user's; None for vLLM.
-
-    Raises:
-        InputError: it cannot be started with this specification.
-    """
+    """Start an engine. The processes of `spec.tensor` above 1 meet in `meeting_place`, an empty folder. `own` is the
+    user's class; None is vLLM. Raises InputError: it cannot be started with this specification."""
     if own is not None:
         return OwnEngine.of(own, spec)
     from tasks.engine.vllm.engine import Engine

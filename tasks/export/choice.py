@@ -27,11 +27,7 @@ class Chosen:
     """Measure and iterations by which it is the best; empty if it was not chosen as the best."""
 
     def manifest(self, stage: Stage, iteration: int | None = None) -> Manifest:
-        """The manifest of a stage, by default of the chosen iteration.
-
-        Raises:
-            InputError: there is none.
-        """
+        """The manifest of a stage, by default of the chosen iteration. Raises InputError: there is none."""
         at = self.iteration if iteration is None else iteration
         found = self.find(stage, at)
         if found is None:
@@ -44,15 +40,11 @@ class Chosen:
 
 
 def choose(root: Root, which: str) -> Chosen:
-    """Resolve `RUN`, `RUN@ITERATION`, `RUN@best` or `RUN@best.MEASURE`.
-
-    The best iteration has the highest value of those whose states are kept, and that the reward function of the newest
-    evaluation has scored; of equal ones the first. MEASURE is `pass` (held-out pass rate, the default), `reward`
-    (held-out mean reward) or the name of a component of the reward.
-
-    Raises:
-        InputError: there is no such run or iteration, its state is not kept, or nothing was evaluated by the measure.
-    """
+    """Resolve `RUN`, `RUN@ITERATION`, `RUN@best` or `RUN@best.MEASURE`. The best iteration has the highest value of
+    those whose states are kept, and that the reward function of the newest evaluation has scored; of equal ones the
+    first. MEASURE is `pass` (held-out pass rate, the default), `reward` (held-out mean reward) or the name of a
+    component of the reward. Raises InputError: there is no such run or iteration, its state is not kept, or nothing was
+    evaluated by the measure."""
     run, at, wanted = which.partition("@")
     require_run(root, run)
     recorded = contents(root, run)

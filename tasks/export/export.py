@@ -134,18 +134,11 @@ class Exported(BaseModel):
 def export(
     root: Root, chosen: Chosen, target: ExportFolder, precision: Precision | None, limit: int = SHARD_BYTES
 ) -> Exported:
-    """Write the weights of an iteration as a Hugging Face folder.
-
-    Args:
-        precision: of the weights; by default that of the state. A state in bf16 exported as fp32 holds the same values.
-            The biases of routers are fp32 in any.
-        limit: largest size of a shard, bytes.
-
-    Raises:
-        DigestMismatch: the state does not give the weights that were served, or a part of it is damaged.
-        InputError: the architecture cannot be exported.
-        StorageError: a file reads back otherwise than it was written.
-    """
+    """Write the weights of an iteration as a Hugging Face folder. `precision` is by default that of the state; a state
+    in bf16 exported as fp32 holds the same values. The biases of routers are fp32 in any. A shard has at most `limit`
+    bytes. Raises DigestMismatch (the state does not give the weights that were served, or a part of it is damaged),
+    InputError (the architecture cannot be exported) or StorageError (a file reads back otherwise than it was
+    written)."""
     with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision
         types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}

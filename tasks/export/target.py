@@ -56,11 +56,8 @@ class ExportFolder:
 
     @classmethod
     def new(cls, url: str) -> "ExportFolder":
-        """Accept a folder that does not exist, is empty, or was left by an interrupted export.
-
-        Raises:
-            InputError: it holds something else, has credentials in its URL, or cannot be reached.
-        """
+        """Accept a folder that does not exist, is empty, or was left by an interrupted export. Raises InputError: it
+        holds something else, has credentials in its URL, or cannot be reached."""
         if has_credentials(url):
             raise InputError(
                 f"--to {shown_text(url)} has credentials in its URL: give it by reference, as env:NAME, and export NAME"
@@ -84,22 +81,14 @@ class ExportFolder:
                 self.fs.rm_file(f"{self.path}/{name}")
 
     def finish(self, config: bytes) -> None:
-        """Read everything back, write config.json and remove the mark.
-
-        Raises:
-            StorageError: a file reads back otherwise than it was written.
-        """
+        """Read everything back, write config.json and remove the mark. Raises StorageError: a file is damaged."""
         self._check(list(self.digests))
         self.write(_LAST, config)
         self._check([_LAST])
         self.fs.rm_file(f"{self.path}/{_MARK}")
 
     def names(self) -> list[str]:
-        """Sorted names in the folder.
-
-        Raises:
-            NotADirectoryError: it is a file.
-        """
+        """Sorted names in the folder. Raises NotADirectoryError: it is a file."""
         if not self.fs.exists(self.path):
             return []
         if not self.fs.isdir(self.path):
@@ -108,11 +97,7 @@ class ExportFolder:
 
     @contextmanager
     def file(self, name: str) -> Iterator[Hashed]:
-        """Write a file from beginning to end.
-
-        Raises:
-            StorageUnavailable: it cannot be written.
-        """
+        """Write a file from beginning to end. Raises StorageUnavailable: it cannot be written."""
         try:
             if isinstance(self.fs, LocalFileSystem):  # one that is made here is this user's alone
                 Path(self.path).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -45,11 +45,7 @@ class Local:
     form: str
 
     def batches(self, wanted: Collection[str]) -> Iterator[FileRows]:
-        """Batches with the wanted columns.
-
-        Raises:
-            InputError: it cannot be read.
-        """
+        """Batches with the wanted columns. Raises InputError: it cannot be read."""
         with reading(self.file, f" as {self.form}"):
             yield from (self._parquet if self.form == "parquet" else self._objects)(wanted)
 
@@ -73,11 +69,8 @@ class Local:
 
 @contextmanager
 def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
-    """Local copies of files, by path or URL, for the duration of the block.
-
-    Raises:
-        InputError: one is of another form, is named twice or does not exist.
-    """
+    """Local copies of files, by path or URL, for the duration of the block. Raises InputError: one is of another form,
+    is named twice or does not exist."""
     twice = next((file for file in files if files.count(file) > 1), None)
     if twice is not None:
         raise InputError(f"{twice} is named twice, so its samples would be there twice: name it once")
@@ -164,11 +157,8 @@ class Column:
     """Its name in the file."""
 
     def array(self) -> pa.Array:
-        """Values in the wide type of their kind, without nulls unless they may be null.
-
-        Raises:
-            InputError: a value is of another kind, naming the sample.
-        """
+        """Values in the wide type of their kind, without nulls unless they may be null. Raises InputError: a value is
+        of another kind, naming the sample."""
         found = self.batch.columns[self.called]
         made = self._of_column(found) if isinstance(found, pa.Array) else self._of_values(found)
         if not KINDS[self.name].optional:

@@ -40,11 +40,7 @@ class ImportOrder:
 
 
 def mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Columns by property, from texts WHAT=COLUMN.
-
-    Raises:
-        InputError: one has another form, or one property is given twice.
-    """
+    """Columns by property, from texts WHAT=COLUMN. Raises InputError: one has another form, or comes twice."""
     columns: dict[str, str] = {}
     for text in texts:
         what, equals, column = text.partition("=")
@@ -204,11 +200,7 @@ class SampleRows:
 
 
 def check_temperature(temperature: float | None) -> None:
-    """Refuse a temperature at which nothing can be sampled.
-
-    Raises:
-        InputError: it is negative or not finite.
-    """
+    """Refuse a temperature at which nothing can be sampled. Raises InputError: it is negative or not finite."""
     if temperature is not None and not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
         raise InputError(f"--temperature {temperature} is none that samples are drawn at: give a number from 0")
 

@@ -65,12 +65,9 @@ class ImportRecord(BaseModel):
 
 
 def import_samples(root: Root, order: ImportOrder) -> Imported:
-    """Store the samples of some files as a new run; repeated after a crash, it completes that.
-
-    Raises:
-        CommitConflict: it was begun with files of other content.
-        InputError: a file, a column or a value cannot be used; nothing was committed.
-    """
+    """Store the samples of some files as a new run; repeated after a crash, it completes that. Raises CommitConflict
+    (it was begun with files of other content) or InputError (a file, a column or a value cannot be used; nothing was
+    committed)."""
     check_run_name(order.run)
     check_not_removed(root, order.run)
     _check_columns(order)
@@ -144,11 +141,7 @@ class _Samples:
             raise InputError(f"{self.place.file}: there are no samples in it")
 
     def tables(self, iteration: int) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """Batches of samples and their scores.
-
-        Raises:
-            InputError: they cannot be used.
-        """
+        """Batches of samples and their scores. Raises InputError: they cannot be used."""
         for batch in self.place.batches({self.order.columns.get(name, name) for name in KINDS}):
             rows = SampleRows(batch, self.order)
             self._check_alike(rows)

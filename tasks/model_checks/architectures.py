@@ -20,11 +20,7 @@ _NUMBERS = (
 
 
 def check_numbers(facts: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json that lacks a size, or whose sizes contradict each other.
-
-    Raises:
-        InputError: naming the key.
-    """
+    """Raises InputError, naming the key: config.json lacks a size, or its sizes contradict each other."""
     for key in _NUMBERS:
         value = facts.get(key)
         if not isinstance(value, int) or value < 1:
@@ -45,11 +41,8 @@ def check_numbers(facts: Mapping[str, Any], where: str) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
-    """Refuse a layout that Megatron would refuse, or that would leave ranks without work.
-
-    Raises:
-        InputError: naming the key, the model's size and the numbers that fit.
-    """
+    """Refuse a layout that Megatron would refuse, or that would leave ranks without work. Raises InputError: naming the
+    key, the model's size and the numbers that fit."""
     check_stages(parallel, facts["num_hidden_layers"])
     divisors = (
         ("attention heads", "tensor", facts["num_attention_heads"], parallel.tensor),
@@ -67,11 +60,7 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
 
 
 def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> None:
-    """Refuse a head size that the engine cannot compute.
-
-    Raises:
-        InputError: naming the size and those that work.
-    """
+    """Refuse a head size that the engine cannot compute. Raises InputError: naming the size and those that work."""
     size = head_size(facts)
     if device == "cpu" and size not in CPU_HEAD_SIZES:
         raise InputError(
@@ -127,11 +116,7 @@ _WINDOW_OF_MISTRAL = 4096
 
 
 def architecture_of(facts: Mapping[str, Any], where: str) -> str:
-    """Architecture that config.json names.
-
-    Raises:
-        InputError: it names none.
-    """
+    """Architecture that config.json names. Raises InputError: it names none."""
     named = facts.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         raise InputError(
@@ -141,17 +126,9 @@ def architecture_of(facts: Mapping[str, Any], where: str) -> str:
 
 
 def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Sequence[str], where: str) -> None:
-    """Refuse a model that trainer or engine cannot compute.
-
-    Args:
-        facts: the content of config.json.
-        device: where trainer and engine compute.
-        accepted: keys of config.json that pass without a check.
-        where: the model's name in messages.
-
-    Raises:
-        InputError: its code is its own, its weights are quantized, or its architecture or a key is not supported.
-    """
+    """Refuse a model that trainer or engine cannot compute on `device`. `facts` is the content of config.json, of which
+    the keys `accepted` pass without a check; `where` is the model's name in messages. Raises InputError: its code is
+    its own, its weights are quantized, or its architecture or a key is not supported."""
     if facts.get("auto_map"):
         raise InputError(
             f"{where} brings code of its own (auto_map in config.json), which is not run: use a model whose "
@@ -175,11 +152,7 @@ def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Seque
 
 
 def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
-    """Refuse a model whose sequences Transformer Engine cannot divide.
-
-    Raises:
-        InputError: naming the model's attention.
-    """
+    """Raises InputError, naming the model's attention: Transformer Engine cannot divide its sequences."""
     name, window = architecture_of(facts, where), _window(facts, where)
     if name in NOT_FULL_ATTENTION or window is not None:
         kind = f"a sliding window of {window} tokens" if window is not None else "layers without full attention"
@@ -190,11 +163,7 @@ def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
 
 
 def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
-    """Refuse sequences that are longer than a sliding window, which the trainer's attention does not have.
-
-    Raises:
-        InputError: naming both lengths.
-    """
+    """Raises InputError: sequences are longer than a sliding window, which the trainer's attention does not have."""
     window = _window(facts, where)
     if window is not None and max_length > window:
         raise InputError(

@@ -29,11 +29,8 @@ _OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")
 
 
 def source_facts(config: RunConfig, device: Device) -> Facts:
-    """Checked config.json of the model that a new run starts from.
-
-    Raises:
-        InputError: the model cannot be had, is not whole, or cannot be trained or served.
-    """
+    """Checked config.json of the model that a new run starts from. Raises InputError: the model cannot be had, is not
+    whole, or cannot be trained or served."""
     section = config.model
     if section.generate is not None:
         return model_config(section.generate)
@@ -51,11 +48,7 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
 
 
 def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
-    """Refuse a configuration that does not fit the model. `where` is the model's name in messages.
-
-    Raises:
-        InputError: naming the keys.
-    """
+    """Raises InputError, naming the keys: the configuration does not fit the model, which messages call `where`."""
     check_numbers(facts, where)
     check_parallel(config.train.parallel, facts)
     if device == "cuda" and not te_absent.is_absent():

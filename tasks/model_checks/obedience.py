@@ -13,17 +13,9 @@ _TYPE_NAMES = ("rope_type", "type")
 
 
 def check_keys(facts: Table, architecture: str, accepted: Sequence[str], where: str) -> None:
-    """Refuse a config.json with a key or a value that changes the model and that trainer or engine ignores.
-
-    Args:
-        facts: its content.
-        architecture: that it names.
-        accepted: keys of `model.accept`, which pass.
-        where: the model's name in messages.
-
-    Raises:
-        InputError: naming each such key with its value, or keys that are accepted without need.
-    """
+    """Refuse a config.json with a key or a value that changes the model and that trainer or engine ignores. `facts` is
+    its content, `accepted` the keys of `model.accept`, which pass, and `where` the model's name in messages. Raises
+    InputError: naming each such key with its value, or keys that are accepted without need."""
     found = dict(_refused(facts, architecture))
     problems = [text for key, text in found.items() if key not in accepted]
     if problems:

@@ -13,21 +13,15 @@ _DEADLINE_S = 300
 
 
 def check_objective(policy: PolicyConfig) -> None:
-    """Try code of the user's own on a few tokens, in a process of its own; built-in objectives need no trial.
-
-    Raises:
-        InputError: it cannot be imported or called, or returns something unusable.
-    """
+    """Try code of the user's own on a few tokens, in a process of its own; built-in objectives need no trial. Raises
+    InputError: it cannot be imported or called, or returns something unusable."""
     if policy.runs_user_code:
         _tried("trainer_core.objectives.trial", policy.model_dump_json(), "objective in train.policy")
 
 
 def check_engine(section: EngineSection) -> None:
-    """Import an engine of the user's own in a process of its own, and compare it with `EngineProtocol`.
-
-    Raises:
-        InputError: it cannot be imported, or lacks a method.
-    """
+    """Import an engine of the user's own in a process of its own, and compare it with `EngineProtocol`. Raises
+    InputError: it cannot be imported, or lacks a method."""
     if section.function is not None:
         table = section.model_dump_json(include={"function", "source"})
         _tried("tasks.engine.own", table, "engine in engine.function")

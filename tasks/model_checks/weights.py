@@ -22,11 +22,7 @@ _HEAD = "lm_head.weight"
 
 
 def check_weights(folder: ModelFolder, facts: Mapping[str, Any]) -> None:
-    """Refuse weights that are not whole, are quantized, or do not fit config.json.
-
-    Raises:
-        InputError: naming the file or the tensor.
-    """
+    """Raises InputError, naming the file or the tensor: weights are not whole, quantized, or do not fit config.json."""
     sizes, found = folder.files(), dict[str, Shape]()
     for name in folder.weights():
         found |= _tensors(folder, name, sizes[name])

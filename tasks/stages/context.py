@@ -31,8 +31,7 @@ def directly(_stage: Stage, _iteration: int, work: Callable[[], Performed], _inp
 
 
 Tries = Callable[[str, int], AbstractContextManager[object, bool | None]]
-"""Observes the work on a stage (its name, the iteration). Entered for each attempt; an error that it swallows is worth
-another one."""
+"""Entered for each attempt at a stage (name, iteration); an error that it swallows is worth another one."""
 
 
 def once(_stage: str, _iteration: int) -> AbstractContextManager[object, bool | None]:
@@ -130,8 +129,7 @@ class RunContext:
     announce: Callable[[int, Stage], None] = unannounced
     """Called before each stage."""
     memory: Path | None = None
-    """Folder in shared memory for the state that is being stored; without one, or where it has no room, it is
-    in `scratch`."""
+    """Folder in shared memory for the state that is being stored; else, or without room, `scratch` is used."""
     say: Callable[[str], None] = unheard
     """Tells people one line."""
     page: Page = field(default_factory=NoPage)
@@ -160,10 +158,8 @@ class RunContext:
 
 
 def await_start(context: RunContext, handle: GroupHandle, what: str, answer: Callable[[], object]) -> None:
-    """Wait until processes that were just started answer; report a start that took seconds.
-
-    The time counts as start, not as that of the stage that asks first.
-    """
+    """Wait until processes that were just started answer; report a start that took seconds. The time counts as start,
+    not as that of the stage that asks first."""
     if handle.awaited:
         return
     clock = time.monotonic()

@@ -21,11 +21,9 @@ from tasks.workers.sampling import Batch, spread
 
 @stage(Stage.EVALUATE, ("prepare", "weights"), Evaluated)
 def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
-    """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward.
-
-    `reward_mean` is the mean over the answers that have a score; the others are counted beside it. `pass_rate` is the
-    share of the same answers that pass, if it is known which do: see `evaluate.pass`.
-    """
+    """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward. `reward_mean`
+    is the mean over the answers that have a score; the others are counted beside it. `pass_rate` is the share of the
+    same answers that pass, if it is known which do: see `evaluate.pass`."""
     section = work.config.reward
     table = prompts(work.context, prepared, "held_out").slice(0, work.config.evaluate.prompts)
     if not table.num_rows:

@@ -45,13 +45,9 @@ _NAME = 16
 
 
 def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings) -> Evaluated:
-    """Evaluate the weights of an iteration, or return the evaluation that is stored.
-
-    Raises:
-        InputError: the run has no such prompts, they leave no room for answers, or a condition cannot be used.
-        NotCommitted: the iteration is not complete.
-        PartMissing: its state is not kept.
-    """
+    """Evaluate the weights of an iteration, or return the evaluation that is stored. Raises InputError (the run has no
+    such prompts, they leave no room for answers, or a condition cannot be used), NotCommitted (the iteration is not
+    complete) or PartMissing (its state is not kept)."""
     prepared = Prepared(context.need(0, Stage.PREPARE))
     served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
     defaults = {"max_tokens": context.config.rollout.max_tokens, "passing": _passing(context, iteration)}
@@ -73,11 +69,8 @@ def _passing(context: RunContext, iteration: int) -> str | None:
 def stage_name(
     settings: EvaluationSettings, prepared: str, served: str, config: RunConfig, made_of: Mapping[str, str]
 ) -> str:
-    """The name of an evaluation: equal for two that give the same answers and scores.
-
-    Args:
-        made_of: what the reward functions are made of. Of parts with other scores none is found under this name.
-    """
+    """The name of an evaluation: equal for two that give the same answers and scores. `made_of` are the sources of the
+    reward functions: no part with other scores is found under this name."""
     decides = [
         settings.model_dump(mode="json"),
         prepared,
@@ -131,10 +124,8 @@ def _performed(
 
 
 def _published(context: RunContext, manifest: Manifest) -> Manifest:
-    """Commit an evaluation, unless what it is of is gone. No lease is held: its run may be removed at any time.
-
-    A removal writes its record before it lists what there is, so either it sees the manifest, or we see the record.
-    """
+    """Commit an evaluation, unless what it is of is gone. No lease is held: its run may be removed at any time. A
+    removal writes its record before it lists what there is, so either it sees the manifest, or we see the record."""
     published = commit(context.root, manifest)
     try:
         _check_there(context, manifest.iteration, manifest.inputs)
@@ -286,14 +277,10 @@ _ERRORS = ("exception", "exit", "no_number", "non_finite")
 
 
 def pass_at_k(answers: int, passing: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of `k` answers passes.
-
-    1 - C(n - c, k) / C(n, k) for c passing ones of n answers, as a product, which does not overflow: Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", equation 1 and figure 3.
-
-    Raises:
-        ValueError: there are fewer than `k` answers, or more pass than there are.
-    """
+    """Unbiased estimate of the probability that at least one of `k` answers passes. 1 - C(n - c, k) / C(n, k) for c
+    passing ones of n answers, as a product, which does not overflow: Chen et al. 2021, "Evaluating Large Language
+    Models Trained on Code", equation 1 and figure 3. Raises ValueError: there are fewer than `k` answers, or more pass
+    than there are."""
     if not (0 <= passing <= answers and 1 <= k <= answers):
         raise ValueError(f"pass@{k} of {answers} answers, of which {passing} pass, is not defined")
     if answers - passing < k:
@@ -308,16 +295,10 @@ def ladder(samples: int) -> list[int]:
 
 
 def figures(table: pa.Table, samples: int, passes: NDArray[np.bool_] | None) -> dict[str, float]:
-    """The metrics of an evaluation: mean rewards, and if it is known which answers pass, pass@k.
-
-    An answer without a score counts neither as passing nor as failing: it is counted apart. A prompt with fewer than k
-    scored answers is left out of pass@k.
-
-    Args:
-        table: EVALUATION_SAMPLES.
-        samples: sampled answers that were asked for, to each prompt.
-        passes: which of them pass, (rows,).
-    """
+    """The metrics of an evaluation: mean rewards, and if it is known which answers pass, pass@k. An answer without a
+    score counts neither as passing nor as failing: it is counted apart. A prompt with fewer than k scored answers is
+    left out of pass@k. `table` is an EVALUATION_SAMPLES, `samples` the number of sampled answers to each prompt, and
+    `passes` tells which rows pass, (rows,)."""
     kind = table["greedy"].to_numpy(zero_copy_only=False)
     greedy, sampled = table.filter(pa.array(kind)), table.filter(pa.array(~kind))
     first, other = (None, None) if passes is None else (passes[kind], passes[~kind])

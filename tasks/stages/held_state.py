@@ -30,11 +30,9 @@ _FOLDER, _SAVED = "state", "saved.digest"
 
 
 def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
-    """The run's trainer ranks, started if necessary. They may hold any state, or none.
-
-    The engines are started with them: each process imports for ten seconds or more, and all are needed eventually,
-    unless the run trains on stored samples. Where trainer and engines take turns, they wait for theirs.
-    """
+    """The run's trainer ranks, started if necessary. They may hold any state, or none. The engines are started with
+    them: each process imports for ten seconds or more, and all are needed eventually, unless the run trains on stored
+    samples. Where trainer and engines take turns, they wait for theirs."""
     config = context.config.train.model_copy(update={"seed": context.config.run.seed})
     directory = model_directory(context, prepared)
     if context.config.retrain is None and not config.memory.in_use:
@@ -43,15 +41,11 @@ def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
 
 
 def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> TrainerGroup:
-    """Trainer ranks that hold the train state `state`, loaded from storage unless they hold it already.
-
-    What a rank holds is used only when its identity is the digest of the manifest. What it has loaded is identified
-    again, in its memory, and compared with what the manifest records. A state that a fork shares with its parent may
-    have been made with other settings of the optimizer: its moments continue under the settings of the fork.
-
-    Raises:
-        DigestMismatch: the ranks hold something else than the manifest records after they have loaded it.
-    """
+    """Trainer ranks that hold the train state `state`, loaded from storage unless they hold it already. What a rank
+    holds is used only when its identity is the digest of the manifest. What it has loaded is identified again, in its
+    memory, and compared with what the manifest records. A state that a fork shares with its parent may have been made
+    with other settings of the optimizer: its moments continue under the settings of the fork. Raises DigestMismatch:
+    the ranks hold something else than the manifest records after they have loaded it."""
     group = trainers(context, prepared)
     await_start(context, group, "the trainer ranks", group.identity)
     if group.identity() != state.digest:
@@ -67,10 +61,8 @@ def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> Tra
 
 
 def _loaded_from_memory(context: RunContext, group: TrainerGroup, state: Trained) -> bool:
-    """Load what ranks that are gone have saved in shared memory, if it is this state and whole.
-
-    They may have been ended while they wrote, and the process that drove the run too; what was loaded decides.
-    """
+    """Load what ranks that are gone have saved in shared memory, if it is this state and whole. They may have been
+    ended while they wrote, and the process that drove the run too; what was loaded decides."""
     folder = context.memory / _FOLDER if context.memory is not None else None
     if folder is None or _saved_in(folder) != state.digest:
         return False
@@ -127,11 +119,9 @@ def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGrou
 
 
 def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metrics: Mapping[str, float]) -> StageOutput:
-    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later.
-
-    The ranks adopt the state's identity as soon as its manifest has one, which is before the state is stored; whatever
-    is made from it is behind it in the outbox. At most one state is on its way: the files of the next are the same.
-    """
+    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later. The
+    ranks adopt the state's identity as soon as its manifest has one, which is before the state is stored; whatever is
+    made from it is behind it in the outbox. At most one state is on its way: the files of the next are the same."""
     waited = _wait_for_the_previous(work.context)
     clock = time.perf_counter()
     folder, files = _write(work.context, group)
@@ -194,13 +184,9 @@ def local_copy(context: RunContext, state: Trained, weights_only: bool = False) 
 
 
 def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> dict[str, float]:
-    """Let the ranks release what the configuration names; returns metrics, none if it names nothing.
-
-    A state that was saved is in files by then, whether or not it is stored, so that nothing reads the released memory.
-
-    Args:
-        weights: whether the weights are among it; not while they are still to be exported.
-    """
+    """Let the ranks release what the configuration names; returns metrics, none if it names nothing. A state that was
+    saved is in files by then, whether or not it is stored, so that nothing reads the released memory. Without `weights`
+    these are kept: they are still to be exported."""
     memory = context.config.train.memory
     if not weights:
         memory = memory.model_copy(update={"offload_parameters": False})
@@ -208,10 +194,8 @@ def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> d
 
 
 def resume(context: RunContext, group: TrainerGroup) -> dict[str, float]:
-    """Let the ranks restore what they released; returns metrics, none if the configuration releases nothing.
-
-    Memory that they released under an earlier configuration is restored when it is needed.
-    """
+    """Let the ranks restore what they released; returns metrics, none if the configuration releases nothing. Memory
+    that they released under an earlier configuration is restored when it is needed."""
     if not context.config.train.memory.in_use:
         return {}
     clock = time.perf_counter()

@@ -48,11 +48,7 @@ def limits(config: RunConfig) -> Limits:
 
 
 def agree(engine: Logprobs, trainer: Logprobs, allowed: Limits) -> Agreement:
-    """Compare the two sides' log-probabilities of the probe.
-
-    Raises:
-        SyncMismatch: they differ by more than is allowed.
-    """
+    """Raises SyncMismatch: the two sides' log-probabilities of the probe differ by more than is allowed."""
     difference = np.abs(np.concatenate(engine) - np.concatenate(trainer))
     found = Agreement(float(difference.mean()), float(difference.max()))
     if not (found.mean <= allowed.mean and found.largest <= allowed.largest):
@@ -66,10 +62,8 @@ def agree(engine: Logprobs, trainer: Logprobs, allowed: Limits) -> Agreement:
 
 
 def probe_sequences(context: RunContext, prepared: Prepared) -> list[np.ndarray]:
-    """The fixed probe: the first held-out (or training) prompts with their answers, as int32 token ids.
-
-    A prompt without an answer is repeated instead. What is longer than the engine takes is cut.
-    """
+    """The fixed probe: the first held-out (or training) prompts with their answers, as int32 token ids. A prompt
+    without an answer is repeated instead. What is longer than the engine takes is cut."""
     table = prompts(context, prepared, "held_out")
     table = (table if table.num_rows else prompts(context, prepared, "train")).slice(
         0, context.config.sync.probe_sequences
@@ -80,11 +74,7 @@ def probe_sequences(context: RunContext, prepared: Prepared) -> list[np.ndarray]
 
 
 def check_change(before: Logprobs, after: Logprobs) -> None:
-    """Compare an engine's log-probabilities of the probe before and after it was given other weights.
-
-    Raises:
-        SyncMismatch: they are the same.
-    """
+    """Raises SyncMismatch: an engine's log-probabilities of the probe are the same although its weights are others."""
     if np.array_equal(np.concatenate(before), np.concatenate(after)):
         raise SyncMismatch(
             "the trained weights differ from the ones served before, but the engine's log-probabilities of the probe "

@@ -16,11 +16,8 @@ _AGAIN = (
 
 
 def agreed_plan(planned: Sequence[Planned], version: int) -> WeightPlan:
-    """The plan that all trainer ranks have made.
-
-    Raises:
-        SyncMismatch: they have made different ones, or not for this version; or it has no tensors, or one name twice.
-    """
+    """The plan that all trainer ranks have made. Raises SyncMismatch: they have made different ones, or not for this
+    version; or it has no tensors, or one name twice."""
     text, digest = planned[0].plan, planned[0].digest
     for rank, one in enumerate(planned):
         if one.digest != digest:
@@ -45,16 +42,9 @@ def agreed_plan(planned: Sequence[Planned], version: int) -> WeightPlan:
 def proven(
     plan: WeightPlan, sent: Sequence[Sent], arrived: Mapping[int, Arrived], expected: str | None = None
 ) -> dict[str, str]:
-    """Digest of each tensor by name, if every engine has received and loaded exactly what was planned and sent.
-
-    Args:
-        sent: by every trainer rank.
-        arrived: at every engine, by its number.
-        expected: `weights_digest` that they must have.
-
-    Raises:
-        SyncMismatch: otherwise, with the names and digests.
-    """
+    """Digest of each tensor by name, if every engine has received and loaded exactly what was planned and sent. `sent`
+    is by every trainer rank, `arrived` at every engine, by its number; `expected` is the `weights_digest` that they
+    must have. Raises SyncMismatch: otherwise, with the names and digests."""
     digests: dict[str, str] = {}
     for rank, one in enumerate(sent):
         if twice := digests.keys() & one.digests.keys():

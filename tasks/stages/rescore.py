@@ -34,11 +34,8 @@ _TOGETHER = 8192  # samples that are scored by the same processes, and are in me
 
 @stage(Stage.RESCORE, ("prepare", "selection"), Rescored)
 def rescore(work: Work, prepared: Prepared, selected: Selected) -> StageOutput:
-    """Score each share with [reward], some thousand samples at a time, which are durable from then on.
-
-    Raises:
-        StageFailed: a function failed too often, or has changed while it scored.
-    """
+    """Score each share with [reward], some thousand samples at a time, which are durable from then on. Raises
+    StageFailed: a function failed too often, or has changed while it scored."""
     made_of = sources_of(work.config.reward)
     parts = _Scoring(work, prepared, selected, read_sources(work.root, selected.manifest), made_of).scored()
     rewards = read_parts(work.root, parts, REWARD, ["reward"])["reward"]

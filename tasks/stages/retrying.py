@@ -14,16 +14,11 @@ BACK_OFF_S = (1.0, 10.0, 60.0)
 
 
 def persistent(context: RunContext, say: Callable[[str], object]) -> RunContext:
-    """A context whose stages are tried again, at most `run.retries` times each, after a process was lost.
-
-    Jobs behind the stages are repeated as often, also after an outage of the store that outlasts the run's patience.
-    A stage is tried again only after `WorkerLost`: bad input, rewards, numerics and a store that refuses would fail the
-    same way. Surviving processes are kept, `Workers` replace the dead ones, and the stage continues from the pieces
-    that its previous attempt stored.
-
-    Args:
-        say: shows a line to people.
-    """
+    """A context whose stages are tried again, at most `run.retries` times each, after a process was lost. Jobs behind
+    the stages are repeated as often, also after an outage of the store that outlasts the run's patience. A stage is
+    tried again only after `WorkerLost`: bad input, rewards, numerics and a store that refuses would fail the same way.
+    Surviving processes are kept, `Workers` replace the dead ones, and the stage continues from the pieces that its
+    previous attempt stored. `say` shows a line to people."""
     context.outbox.repeat(partial(_stored_again, context.config.run.retries, say))
     return replace(context, tries=lambda stage, iteration: _Tries(context, say, stage, iteration))
 

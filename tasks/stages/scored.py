@@ -49,10 +49,7 @@ def scored_by(section: RewardSection, sources: Mapping[str, str]) -> str:
 
 def unchanged(scored: Scores, sources: Mapping[str, str], what: str) -> Scores:
     """The scores, if the functions that gave them are made of `sources`, so that a stage never mixes two versions.
-
-    Raises:
-        StageFailed: a function has changed since the stage began.
-    """
+    Raises StageFailed: a function has changed since the stage began."""
     if scored.sources != sources:
         changed = [name for name in scored.sources if scored.sources[name] != sources.get(name)]
         raise StageFailed(
@@ -63,15 +60,7 @@ def unchanged(scored: Scores, sources: Mapping[str, str], what: str) -> Scores:
 
 
 def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limit: float, what: str) -> list[Score]:
-    """The scores, unless too many failed.
-
-    Args:
-        limit: largest share without a score.
-        what: `reward of iteration 3`, for the message.
-
-    Raises:
-        StageFailed: with three examples.
-    """
+    """The scores. Raises StageFailed, with three examples of `what`: a larger share than `limit` has none."""
     tried = [score for score in scores if score is not None]
     bad = [place for place, score in enumerate(scores) if score is not None and score.reward is None]
     if not scores:
@@ -110,10 +99,8 @@ def columns(scores: Sequence[Score]) -> list[pa.Array]:
 
 
 def metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Counts of what has no score, and the mean of each component over the scores that have it.
-
-    `unscored` is the sum of `errors`, `non_finite` (the function returned such a number) and `timeouts`.
-    """
+    """Counts of what has no score, and the mean of each component over the scores that have it. `unscored` is the sum
+    of `errors`, `non_finite` (the function returned such a number) and `timeouts`."""
     reasons = Counter(score.reason for score in scores if score.reward is None)
     parts: dict[str, list[float]] = {}
     for score in scores:

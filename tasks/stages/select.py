@@ -25,11 +25,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "m
 
 @stage(Stage.SELECT, ("prepare",), Selected)
 def select(work: Work, prepared: Prepared) -> StageOutput:
-    """Copy what [retrain] selects into parts, one for each share that an iteration trains on.
-
-    Raises:
-        InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with.
-    """
+    """Copy what [retrain] selects into parts, one for each share that an iteration trains on. Raises InputError:
+    nothing is selected, or what is cannot be trained on from the state that the run begins with."""
     parts: list[Part] = []
 
     def store(share: pa.Table) -> None:
@@ -55,15 +52,9 @@ def select(work: Work, prepared: Prepared) -> StageOutput:
 def examine(
     config: RunConfig, own: Root, prepared: Prepared, home: Root, store: Callable[[pa.Table], object]
 ) -> tuple[Selecting, Ranges]:
-    """Go through everything that [retrain] selects; each share is given to `store`.
-
-    Args:
-        own: the root of the run, which a place without a root means.
-        prepared: the model that is to be trained, which is stored in `home`.
-
-    Raises:
-        InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with.
-    """
+    """Go through everything that [retrain] selects; each share is given to `store`. `own` is the root of the run, which
+    a place without a root means; `prepared`, stored in `home`, holds the model that is to be trained. Raises
+    InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with."""
     section = config.retrain
     if section is None:
         raise InputError("the run has no [retrain], so there is nothing to select: start it with `ratchet retrain`")

@@ -81,24 +81,16 @@ class _Run:
 
 
 def open_place(own: Root, place: Place) -> Root:
-    """The root of a place.
-
-    Raises:
-        InputError: it has no such run.
-    """
+    """The root of a place. Raises InputError: it has no such run."""
     root = own if place.root is None else open_root(place.root)
     require_run(root, place.run)
     return root
 
 
 def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
-    """The rollouts that a section names, each once: what a fork shares with its parent counts where it comes first.
-
-    A rollout that is not scored yet is among them; `Selecting` leaves it out, unless all are scored again.
-
-    Raises:
-        InputError: a run does not exist, none of its rollouts is in the given iterations, or what they answer is gone.
-    """
+    """The rollouts that a section names, each once: what a fork shares with its parent counts where it comes first. A
+    rollout that is not scored yet is among them; `Selecting` leaves it out, unless all are scored again. Raises
+    InputError: a run does not exist, none of its rollouts is in the given iterations, or what they answer is gone."""
     seen: set[str] = set()
     known: dict[tuple[str, str], _Run] = {}
     for text in section.select:
@@ -247,10 +239,8 @@ class Selecting:
 
 
 class SeenHashes:
-    """A set of 64-bit hashes: sorted arrays, merged so that each is at least twice as long as the next.
-
-    Of 10^7 different samples two collide with a probability of 3e-6.
-    """
+    """A set of 64-bit hashes: sorted arrays, merged so that each is at least twice as long as the next. Of 10^7
+    different samples two collide with a probability of 3e-6."""
 
     def __init__(self) -> None:
         self._runs: list[NDArray[np.uint64]] = []

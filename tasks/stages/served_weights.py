@@ -18,10 +18,8 @@ def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
 
 
 def rest(context: RunContext, prepared: Prepared) -> None:
-    """Let the engines give their cards' memory to the trainer, with `engine.sleep`; the next request wakes them.
-
-    A run that trains on stored samples has none.
-    """
+    """Let the engines give their cards' memory to the trainer, with `engine.sleep`; the next request wakes them. A run
+    that trains on stored samples has none."""
     if not context.config.engine.sleep or context.config.retrain is not None:
         return
     asleep = [engine.sleep() for engine in engines_of(context, prepared)]
@@ -30,15 +28,11 @@ def rest(context: RunContext, prepared: Prepared) -> None:
 
 
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
-    """Engines that hold the weights that the weight-sync stage `served` recorded.
-
-    An engine that is new, or holds something else, gets them from the trainer ranks, if they hold the train state of
-    that iteration, else from its stored weights alone: the ranks still hold what they held before. The other engines
-    are left alone. The trainer ranks release what `train.memory` names.
-
-    Raises:
-        SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive.
-    """
+    """Engines that hold the weights that the weight-sync stage `served` recorded. An engine that is new, or holds
+    something else, gets them from the trainer ranks, if they hold the train state of that iteration, else from its
+    stored weights alone: the ranks still hold what they held before. The other engines are left alone. The trainer
+    ranks release what `train.memory` names. Raises SyncMismatch: the stored state gives other weights than those
+    recorded, or they did not arrive."""
     release(context, trainers(context, prepared))
     engines = engines_of(context, prepared)
     wanted = (served.weight_version, served.weights_digest)

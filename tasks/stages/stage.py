@@ -68,10 +68,8 @@ class StageOutput:
 
 class StageFunction[**P, V: View]:
     """A stage: called with the run, the iteration and the views of its inputs, it returns the view of its own manifest.
-
     In a flow four of our frames are between the caller's line and the first line of the body: this call, the subflow
-    and the task that show it, and `perform`.
-    """
+    and the task that show it, and `perform`."""
 
     def __init__(
         self, stage: Stage, roles: tuple[str, ...], view: type[V], body: Callable[Concatenate[Work, P], StageOutput]
@@ -81,12 +79,8 @@ class StageFunction[**P, V: View]:
         self._signature = inspect.signature(body)
 
     def __call__(self, context: RunContext, iteration: int, *inputs: P.args, **named: P.kwargs) -> V:
-        """Run the stage, or return what is committed.
-
-        Raises:
-            CommitConflict: the stage is committed, but from other inputs or by a competing writer with another result.
-            LeaseLost: another process drives the run now; nothing was committed.
-        """
+        """Run the stage, or return what is committed. Raises CommitConflict (the stage is committed, but from other
+        inputs or by a competing writer with another result) or LeaseLost (another process drives the run now)."""
         context.announce(iteration, self.stage)
         ordered = self._signature.bind(None, *inputs, **named).args[1:]
         work = partial(self.perform, context, iteration, ordered)
@@ -123,13 +117,9 @@ class StageFunction[**P, V: View]:
 def stage[**P, V: View](
     name: Stage, roles: tuple[str, ...], view: type[V]
 ) -> Callable[[Callable[Concatenate[Work, P], StageOutput]], StageFunction[P, V]]:
-    """Turn a function from `Work` and the views of its inputs to a `StageOutput` into a stage.
-
-    Args:
-        name: of the stage.
-        roles: names of the inputs in its manifest, in the order of the parameters. They are stored: they never change.
-        view: what the stages that follow see.
-    """
+    """Turn a function from `Work` and the views of its inputs to a `StageOutput` into a stage. `roles` are the names of
+    the inputs in its manifest, in the order of the parameters; they are stored, so they never change. The stages that
+    follow see a `view`."""
     return lambda body: StageFunction(name, roles, view, body)
 
 
@@ -217,10 +207,7 @@ def _process() -> str:
 
 def committed(context: RunContext, iteration: int, stage: Stage, inputs: Mapping[str, str]) -> Manifest | None:
     """The stage's manifest if it was made from these inputs under the settings that it reads; None if there is none.
-
-    Raises:
-        CommitConflict: there is one, made from something else.
-    """
+    Raises CommitConflict: there is one, made from something else."""
     manifest = context.find(iteration, stage)
     if manifest is None:
         return None

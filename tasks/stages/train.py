@@ -22,10 +22,7 @@ from trainer_core.batches.sequences import Samples
 
 @stage(Stage.TRAIN, ("prepare", "rollout", "reward", "state"), Trained)
 def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, state: Trained) -> StageOutput:
-    """Train on the samples of one rollout.
-
-    The data cursor travels with the state: prompts count as consumed once they are trained on.
-    """
+    """Train on the samples of one rollout. Prompts count as consumed once they are trained on."""
 
     samples = read_samples(work.root, rollouts.manifest, rewards.manifest)
     rest(work.context, prepared)
@@ -89,10 +86,8 @@ def _section(config: RunConfig) -> RetrainSection:
 
 @stage(Stage.TRAIN, ("prepare",), Trained)
 def warm_up(work: Work, prepared: Prepared) -> StageOutput:
-    """Import the model into the trainer, take `warmup.steps` supervised steps and save the state.
-
-    The saved state holds a fresh optimizer: the warm-up's moments and schedule do not carry over into RL.
-    """
+    """Import the model into the trainer, take `warmup.steps` supervised steps and save the state. The saved state holds
+    a fresh optimizer: the warm-up's moments and schedule do not carry over into RL."""
     section = work.config.warmup
     group = _beside_engines_at_rest(work.context, prepared)
     await_start(work.context, group, "the trainer ranks", group.identity)

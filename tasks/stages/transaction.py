@@ -69,21 +69,12 @@ def deliver(
     noted: Callable[[Point], object] = unnoted,
 ) -> Delivery:
     """Bring the weights that the trainer ranks hold, or those of a stored state, into all of these engines, in place.
-
     Until the first commit nothing serves the new weights. An engine that was not written to serves the old ones if this
-    fails; one that was refuses to, until the next delivery. A repetition is safe at any time.
-
-    Args:
-        engines: by number.
-        expected: `weights_digest` that the weights must have; any by default.
-        stored: local folder with the weights of a saved state, to be sent in place of those that the ranks hold.
-        noted: called at the points of a transaction.
-
-    Raises:
-        SyncMismatch: ranks disagree, or what engines received or loaded is not exactly what was sent; no engine has
-            committed, unless the failure is that of a commit.
-        WorkerLost: a process was lost.
-    """
+    fails; one that was refuses to, until the next delivery. A repetition is safe at any time. `engines` are by number.
+    The weights must have the `weights_digest` `expected`; by default any. `stored` is a local folder with the weights
+    of a saved state, to be sent in place of those that the ranks hold. `noted` is called at the points of a
+    transaction. Raises SyncMismatch (ranks disagree, or what engines received or loaded is not exactly what was sent;
+    no engine has committed, unless the failure is that of a commit) or WorkerLost (a process was lost)."""
     section = context.config.sync
     way = transport(section.transport, context.workers.placement())
     with scratch(memory=way != "files") as folder:
@@ -198,9 +189,8 @@ class _Update:
 
     @contextmanager
     def _sending(self, digest: str) -> Iterator[Pending[list[Sent]]]:
-        """Ranks begin to send into their own arenas; no engine reads them before all have agreed to the plan. If
-        the block fails they stop, and are waited for.
-        """
+        """Ranks begin to send into their own arenas; no engine reads them before all have agreed to the plan. If the
+        block fails they stop, and are waited for."""
         sending = self.group.submit(TrainerProtocol.send_weights, digest, self.channel, self.stored)
         try:
             yield sending
@@ -250,15 +240,9 @@ def unstopped(_error: BaseException) -> None:
 
 
 def at_once(calls: Sequence[Callable[[], Any]], stop: Callable[[BaseException], object] = unstopped) -> list[Any]:
-    """Results of calls that wait for other processes, made at the same time, in order.
-
-    Args:
-        stop: called as soon as one has failed, so that the others do not wait for it.
-
-    Raises:
-        WorkerLost: a process was lost, which explains the errors of those that waited for it.
-        RatchetError: the first error otherwise.
-    """
+    """Results of calls that wait for other processes, made at the same time, in order. `stop` is called as soon as one
+    has failed, so that the others do not wait for it. Raises WorkerLost if a process was lost, which explains the
+    errors of those that waited for it; else the first error."""
     failures: list[BaseException] = []
 
     def made(call: Callable[[], Any]) -> Any:

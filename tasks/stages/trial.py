@@ -69,12 +69,8 @@ class Trial(BaseModel, frozen=True, extra="forbid"):
 
 
 def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> Trial:
-    """Score the stored samples of an iteration.
-
-    Raises:
-        InputError: the iteration has no samples, or the function cannot be found.
-        StageFailed: the function cannot be imported.
-    """
+    """Score the stored samples of an iteration. Raises InputError (the iteration has no samples, or the function cannot
+    be found) or StageFailed (the function cannot be imported)."""
     seen = read_revisions(root, run)  # once: samples and scores of one revision
     responses = _stored_responses(root, run, iteration, seen)
     scored = score_responses(section, responses, patient=True)

@@ -104,12 +104,8 @@ class Trained(View):
 
     @property
     def identity(self) -> StateIdentity:
-        """Digests of what the state holds.
-
-        Raises:
-            SchemaMismatch: a later version made it, by other rules.
-            StorageError: it is recorded in another way.
-        """
+        """Digests of what the state holds. Raises SchemaMismatch (a later version made it, by other rules) or
+        StorageError (it is recorded in another way)."""
         try:
             found = StateIdentity.model_validate(self.manifest.facts.get(IDENTITY))
         except ValidationError:

@@ -69,11 +69,8 @@ class _Probe:
         return found
 
     def after(self, group: TrainerGroup, before: Logprobs | None, weights_digest: str) -> list[Agreement]:
-        """Agreement of each engine with the trainer. Where they disagree, no engine samples any more.
-
-        Raises:
-            SyncMismatch: they disagree, or the first engine computes as before though the weights are others.
-        """
+        """Agreement of each engine with the trainer. Where they disagree, no engine samples any more. Raises
+        SyncMismatch: they disagree, or the first engine computes as before though the weights are others."""
         clock = time.perf_counter()
         try:
             ours = group.logprobs(self._sequences)
