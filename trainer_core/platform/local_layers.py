@@ -49,8 +49,7 @@ def rms_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_
 
 class LocalLayerNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm and column-parallel linear in one module, as `TELayerNormColumnParallelLinear`. megatron-bridge
-    recognises the kind of a module by this part of its class name.
-    """
+    recognises the kind of a module by this part of its class name."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -77,8 +76,7 @@ class _Backend(LocalSpecProvider):
 def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Spec of a decoder block for `GPTModelProvider.transformer_layer_spec`. Norms are root mean squares; attention is
     that of Qwen3 and Llama or multi-latent (DeepSeek-V3); feed-forward layers are dense, or mixtures of experts with
-    Megatron's own router and dispatcher.
-    """
+    Megatron's own router and dispatcher."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     return TransformerBlockSubmodules(
@@ -223,8 +221,7 @@ class LocalSelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(T, 1, H) -> (T, 1, H); `rotary_pos_emb` (L, 1, 1, D) holds the angles of the first L places of a segment.
         Every position brings its own angles. With the format "thd" megatron-core would rotate one segment after
-        another. Without segments each row of (S, B, H) is one.
-        """
+        another. Without segments each row of (S, B, H) is one."""
         if packed_seq_params is not None:
             rotary_pos_emb = rotary_pos_emb[packed_seq_params.positions]  # (T, 1, 1, D)
             packed_seq_params = replace(packed_seq_params, qkv_format="sbhd")
@@ -248,8 +245,7 @@ class LocalLatentAttention(MLASelfAttention):
         """Latents of queries, and of keys and values with the rotated part of keys, (T / tp, 1, R) each. Every rank's
         heads use the rotated part, so its gradient is the sum over ranks. Upstream gathers it by an operation whose
         backward pass takes this rank's columns of this rank's gradient alone. With the positions divided, as
-        `check_layout` demands, it gathers the rotated part along them, and sums.
-        """
+        `check_layout` demands, it gathers the rotated part along them, and sums."""
         queries, combined = super()._qkv_down_projection(hidden_states)
         if combined.size(-1) == self.config.kv_lora_rank + self.config.qk_pos_emb_head_dim:
             return queries, combined
@@ -278,8 +274,7 @@ class LocalDotProductAttention(MegatronModule):
         **_: Any,
     ) -> torch.Tensor:
         """Query (T, 1, heads / tp, D), key and value with the key-value heads -> (T, 1, heads / tp * D). The axis of
-        length 1 may be left out. Without segments each row of (S, B, heads / tp, D) is one.
-        """
+        length 1 may be left out. Without segments each row of (S, B, heads / tp, D) is one."""
         if query.ndim == 3:
             parts = (tensor.unsqueeze(1) for tensor in (query, key, value))
             return self(*parts, attention_mask, packed_seq_params=packed_seq_params).squeeze(1)
@@ -320,8 +315,7 @@ class LocalDotProductAttention(MegatronModule):
 
     def _attend(self, *parts: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
         """Query, key and value of n sequences of equal length, (n, L, heads, D) -> (n, L, heads * D). With `visible`,
-        (L, K) bool, there are K keys and values, of which it says which ones a query attends to.
-        """
+        (L, K) bool, there are K keys and values, of which it says which ones a query attends to."""
         query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, D)
         grouped = query.shape[1] != key.shape[1]
         mixed = torch.nn.functional.scaled_dot_product_attention(

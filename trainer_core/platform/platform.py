@@ -32,8 +32,7 @@ class Platform:
 
 def prepare(device: Device, local_rank: int = 0) -> Platform:
     """Import Megatron so that it runs on `device`; call it once, before anything imports megatron. Raises InputError if
-    a GPU is requested and there is none, or another kind of device was prepared before.
-    """
+    a GPU is requested and there is none, or another kind of device was prepared before."""
     if device in _prepared:
         return _prepared[device]
     if _prepared:

@@ -16,8 +16,7 @@ _NEEDS_TE = "megatron.bridge.peft.lora_layers"
 def install() -> None:
     """Let `megatron.bridge.peft.lora_layers` be imported; a no-op where Transformer Engine is installed. That one
     module gets its own import function, which returns inert classes. Nothing goes into `sys.modules`, because
-    megatron-core and others probe for Transformer Engine there and would take it for real.
-    """
+    megatron-core and others probe for Transformer Engine there and would take it for real."""
     if is_absent() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

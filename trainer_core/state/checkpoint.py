@@ -39,8 +39,7 @@ from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shar
 
 class Saver:
     """Identifies and saves the states of one model in one process. From one save to the next it keeps what depends on
-    the layout alone: who owns what, and the files.
-    """
+    the layout alone: who owns what, and the files."""
 
     def __init__(self, model: Model, mesh: Mesh) -> None:
         self._model, self._mesh = model, mesh
@@ -55,8 +54,7 @@ class Saver:
     def save(self, directory: Path, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
         """Write the live state into a folder, over the one that this object wrote there before. Collective. Returns the
         names of the files that this rank has written, and the identity of the state. Raises StorageUnavailable on every
-        rank, if one of them has no room for its files; nothing was written.
-        """
+        rank, if one of them has no room for its files; nothing was written."""
         shards, drawn, rank = self._owned(optimizer), _captured(), self._mesh.rank
         identity = self._identity(shards, facts, drawn)
         files = self._files_in(Path(directory), shards)

@@ -32,9 +32,8 @@ class Identifier:
         self, shards: list[Shard], facts: StateFacts, generators: str, rank: int, device: torch.device
     ) -> StateIdentity:
         """Identify the state that the shards of all ranks make up. Collective. Raises RatchetError if the shards do not
-        make up the whole tensors, or the padding of the vocabulary is not zero.
-        `generators` is the digest of this rank's random generators; sums are exchanged on `device`.
-        """
+        make up the whole tensors, or the padding of the vocabulary is not zero. `generators` is the digest of this
+        rank's random generators; sums are exchanged on `device`."""
         if self._kinds is None:
             own = {(shard.box.name, dtype_name(shard.values.dtype), shard.box.content) for shard in shards}
             everyones: list[set[_Kind]] = [set()] * dist.get_world_size()

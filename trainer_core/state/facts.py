@@ -103,8 +103,7 @@ def needed_for_weights(name: str) -> bool:
 def check_modules(directory: Path, facts: StateFacts, transformer_engine: bool) -> None:
     """Refuse a state saved by the other kind of modules than the trainer's, which `transformer_engine` gives. Both use
     the same names for weights, but Transformer Engine's norms and attention also need their own entries, and the two
-    optimizers keep different settings. Raises InputError.
-    """
+    optimizers keep different settings. Raises InputError."""
     if facts.transformer_engine != transformer_engine:
         kinds = {True: "Transformer Engine's modules", False: "Megatron's own modules, without Transformer Engine"}
         raise InputError(

@@ -49,8 +49,7 @@ class MappedFiles:
 
     def __init__(self, directory: Path, rank: int, shards: Iterable[Shard], pinning: Pinning | None) -> None:
         """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are.
-        Raises StorageUnavailable if there is no room for them. Raises WorkerLost as `Pinning.pin`.
-        """
+        Raises StorageUnavailable if there is no room for them. Raises WorkerLost as `Pinning.pin`."""
         self.directory, self.names = directory, tensor_files(rank)
         self._entries = [
             _Entry(shard.box, values.dtype, region, self.names[shard.box.name.startswith(OPTIMIZER_PREFIX)])
@@ -72,8 +71,7 @@ class MappedFiles:
 
     def fill(self, shards: Iterable[Shard]) -> None:
         """Copy the live elements into the files; they may change as soon as this returns. Raises RatchetError if the
-        shards are not those that the files were laid out for.
-        """
+        shards are not those that the files were laid out for."""
         given = [(shard.box.name, region, values) for shard in shards for region, values in shard.regions()]
         if [one[:2] for one in given] != [(entry.box.name, entry.region) for entry in self._entries]:
             raise RatchetError(f"the state has other tensors than the files in {self.directory} were laid out for")
@@ -111,8 +109,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """A safetensors header with its length, and the bounds of each entry's bytes behind it, by key. The format allows
-    no gaps, so the widest elements come first: then all are aligned.
-    """
+    no gaps, so the widest elements come first: then all are aligned."""
     tensors, bounds, end = {}, {}, 0
     for entry in sorted(entries, key=lambda entry: -entry.dtype.itemsize):
         begin, end = end, end + math.prod(entry.region.shape) * entry.dtype.itemsize
@@ -128,8 +125,7 @@ def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
 
 def _reserve(path: Path, size: int) -> None:
     """A new file of which every byte has room: writing to a mapped file without it would end the process. Its second
-    name keeps the store from taking the file itself as a part, which the next save would change.
-    """
+    name keeps the store from taking the file itself as a part, which the next save would change."""
     second = path.with_name(f"{path.name}.mapped")
     for name in (path, second):
         name.unlink(missing_ok=True)

@@ -91,8 +91,7 @@ class Shard:
 
     def regions(self) -> Iterator[tuple[Region, torch.Tensor]]:
         """The boxes of the whole tensor that the elements make up, with their values in the shape of each. The padding
-        of the vocabulary is left out: it depends on the layout, so it is no part of a state.
-        """
+        of the vocabulary is left out: it depends on the layout, so it is no part of a state."""
         content, taken = Region((0,) * len(self.box.content), self.box.content), 0
         for start, shape in _cut(self.box.region.shape, self.first, self.first + self.values.numel()):
             region = Region(tuple(map(sum, zip(self.box.region.start, start, strict=True))), shape)
@@ -153,8 +152,7 @@ class SavedState:
 
     def __init__(self, folder: Path, weights_alone: bool = False) -> None:
         """Read the headers of the files, with `weights_alone` without those of the optimizer, which may be missing.
-        Raises StorageError if a file is missing or cannot be read.
-        """
+        Raises StorageError if a file is missing or cannot be read."""
         self.folder = folder
         self.facts: StateFacts = read_facts(folder)
         self.tensors: dict[str, SavedTensor] = {}
@@ -173,8 +171,7 @@ class SavedState:
 
     def read(self, name: str, region: Region) -> torch.Tensor:
         """A region of a tensor, put together from the boxes that it touches; not to be written to. Raises StorageError
-        if there is no such tensor, or its boxes do not cover the region.
-        """
+        if there is no such tensor, or its boxes do not cover the region."""
         if name not in self.tensors:
             raise StorageError(f"the train state at {self.folder} has no tensor {name}: it is of another model")
         tensor, covered = self.tensors[name], 0

@@ -48,8 +48,7 @@ class LocalTensor:
 
 def local_tensors(model: Model) -> list[LocalTensor]:
     """Everything of the model that is part of its state, on this rank. Raises RatchetError if Megatron rearranges a
-    tensor in a way that has no boxes, or a module has a state that is not in its tensors, such as the scales of fp8.
-    """
+    tensor in a way that has no boxes, or a module has a state that is not in its tensors, such as the scales of fp8."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     content = {"dp_cp_group": group, "singleton_local_shards": False}
     states = [module.sharded_state_dict(metadata=content) for module in model.modules]  # pyright: ignore
@@ -62,8 +61,7 @@ def local_tensors(model: Model) -> list[LocalTensor]:
 
 def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
     """Every element of the train state that this rank owns: weights, buffers, main weights and moments. Main weights
-    that are the weights themselves, as in fp32, are not repeated.
-    """
+    that are the weights themselves, as in fp32, are not repeated."""
     held = dict(_optimizer_states(optimizer))
     for local in tensors:
         if not local.speaks:

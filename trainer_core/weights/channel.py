@@ -1,6 +1,5 @@
 """The channel of one weight update, from trainer ranks to engine workers, and the progress of its ends: counters in a
-file that all of them map. Imports without torch.
-"""
+file that all of them map. Imports without torch."""
 
 import errno
 import mmap
@@ -46,8 +45,7 @@ def idle() -> None:
 
 def fail(folder: str | Path, reason: str) -> None:
     """Stop all users of the channel in `folder`, with that reason; the first reason counts. On a full disk the mark is
-    empty, and stops them all the same.
-    """
+    empty, and stops them all the same."""
     place = Path(folder)
     own = place / f"{FAILED}-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -72,8 +70,7 @@ def _write(path: Path, reason: str) -> None:
 class Signals:
     """Counters of one update: buckets that each sender has published, and that each receiver has released of them. Each
     counter has one writer. A sender's buckets are counted in its own order. `met` says who has come to the group of a
-    sender, (S, 1 + R): itself and the receivers.
-    """
+    sender, (S, 1 + R): itself and the receivers."""
 
     def __init__(self, channel: Channel, plan: WeightPlan) -> None:
         self._folder, self._deadline_s, self._arenas = Path(channel.folder), channel.deadline_s, channel.arenas
@@ -105,8 +102,7 @@ class Signals:
 
     def wait(self, reached: Callable[[], bool | np.bool_], what: str) -> None:
         """Return once `reached` is true. Raises SyncMismatch if a process has failed, or the deadline has passed: then
-        all others stop too.
-        """
+        all others stop too."""
         pause, end = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
         while not reached():
             self.check()

@@ -60,8 +60,7 @@ class Conversion(Held):
 def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
     """All weights and persistent buffers of this rank, inside `model.weights`: those that its own mappings convert, and
     the others, which only the bridge's whole export converts. Raises SyncMismatch if a weight has no Hugging Face name,
-    or is not in memory now.
-    """
+    or is not in memory now."""
     source = _Source(model)
     found = [source.conversion(*place) for place in _named(model)]
     converted = [one for one in found if isinstance(one, Conversion)]
@@ -101,8 +100,7 @@ class _Source:
         self, stage: int, name: str, module: torch.nn.Module, attribute: str
     ) -> Conversion | Exported | None:
         """The conversion of one tensor, here or by the bridge's export; None if it is not exported at all. Raises
-        SyncMismatch if it has no Hugging Face name, or is not in memory.
-        """
+        SyncMismatch if it has no Hugging Face name, or is not in memory."""
         tensor = getattr(module, attribute)
         known = self._names.known(stage, name)
         if self._tied and "output_layer" in known.whole:
@@ -140,8 +138,7 @@ class _Source:
     def _of_its_kind(self, task: _Task, known: Known, tensor: torch.Tensor) -> "_Tried":
         """Result of the mapping alone, to learn names, types and shapes. It is tried once for all tensors whose names
         differ in numbers alone, as layers and experts do, and one mapping converts all of them: so mappings choose
-        their kind here and not while engines wait.
-        """
+        their kind here and not while engines wait."""
         kind = known.kind, type(task.megatron_module), tensor.dtype, tensor.shape
         if kind not in self._tried_kinds:
             self._tried_kinds[kind] = _tried(task, self._settings)
@@ -228,8 +225,7 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
 
 class Parcel:
     """A bucket's tensors on this rank, and the conversions of the weights or shards that become them. Those that make
-    views of live weights, as most do, may be done before the bucket's turn: the weights are read in it.
-    """
+    views of live weights, as most do, may be done before the bucket's turn: the weights are read in it."""
 
     def __init__(self, planned: Sequence[PlannedTensor], conversions: Sequence[Conversion]) -> None:
         self.planned, self.conversions = planned, conversions
@@ -237,8 +233,7 @@ class Parcel:
 
     def look(self) -> None:
         """Make the views of live weights before the bucket's turn; inside `torch.no_grad`. Raises SyncMismatch if a
-        weight is not as it was planned.
-        """
+        weight is not as it was planned."""
         if self._packing is None:
             self._packing = Packing(self.planned)
             for one in self.conversions:
@@ -247,8 +242,7 @@ class Parcel:
 
     def fill(self, arena: torch.Tensor, shards: Shards, positions: "Positions") -> None:
         """Convert what is left, and write everything into the bucket's arena, (bytes,) uint8. Nothing of it is kept.
-        Raises SyncMismatch if a weight is not as it was planned.
-        """
+        Raises SyncMismatch if a weight is not as it was planned."""
         self.look()
         assert self._packing is not None
         with gathered_by(shards.of), replaced(torch, arange=positions.arange):
@@ -260,9 +254,8 @@ class Parcel:
 
 
 class Positions:
-    """Row indices of mappings, which would make them for each weight: a dozen launches, longer than the rows take.
-    On the host it would have to be copied to the card, which waits for all that was launched before.
-    """
+    """Row indices of mappings, which would make them for each weight: a dozen launches, longer than the rows take. On
+    the host it would have to be copied to the card, which waits for all that was launched before."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._make = device, torch.arange

@@ -50,8 +50,7 @@ def prepare_digests(tensors: Sequence[torch.Tensor]) -> "PreparedDigests":
 class PreparedDigests:
     """Digests of what tensors, all on one device, will hold when they are begun. On a card only the launch of a kernel
     is left to do then. Tensors need not be contiguous: on a card rows of whole words that are equally far apart, as the
-    column slices of a matrix are, are read where they lie; anything else is copied first.
-    """
+    column slices of a matrix are, are read where they lie; anything else is copied first."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -99,8 +98,7 @@ def _bring(sums: torch.Tensor) -> _Brought:
 @dataclass(frozen=True)
 class BegunDigests:
     """Digests of tensors, which a card may still be computing. The tensors may already be freed, or written by later
-    work of the same stream.
-    """
+    work of the same stream."""
 
     heads: list[str]  # type and shape of each tensor
     sums: Callable[[], list[int]]  # sum of the mixed words of each, as soon as it is known
@@ -151,8 +149,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def mix(words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Each word mixed with its position, (n,) int64 all three; their sum changes with every word that changes or moves.
-    The words need not be in order, so that the sums of the shards of a tensor add up to that of the tensor.
-    """
+    The words need not be in order, so that the sums of the shards of a tensor add up to that of the tensor."""
     mixed = words ^ ((positions + 1) * _K1)
     mixed = (mixed ^ (mixed >> 32)) * _K2
     return mixed ^ (mixed >> 29)
@@ -215,8 +212,7 @@ def plan_digests(buckets: Mapping[int, Sequence[Outline]], device: torch.device)
 
 class PlannedDigests:
     """Digests of the tensors of buckets, each in a buffer that is given only when they are begun. If that is on a card,
-    only the launch of a kernel is left to do then, unless a tensor of the bucket must be copied or converted first.
-    """
+    only the launch of a kernel is left to do then, unless a tensor of the bucket must be copied or converted first."""
 
     def __init__(self, buckets: Mapping[int, Sequence[Outline]], device: torch.device) -> None:
         """Buckets are by number; `device` is where the buffers will be, as far as is known."""
@@ -227,8 +223,7 @@ class PlannedDigests:
 
     def begin(self, number: int, buffer: torch.Tensor) -> None:
         """Compute those of a bucket in its buffer, (bytes,) uint8, which begins at a whole word of 8 bytes; a card is
-        not waited for.
-        """
+        not waited for."""
         if self._direct is None or not self._direct.begin(number, buffer):
             self._others[number] = prepare_digests([one.at(buffer) for one in self._buckets[number]]).begin()
 

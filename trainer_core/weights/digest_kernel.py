@@ -80,8 +80,7 @@ class Table:
 
 def rows_in_buffer(outline: torch.Tensor) -> Rows | None:
     """Rows of a tensor that is given as a view of a buffer on the device `meta`, from the buffer's first byte, which is
-    at a whole word; None if it cannot be read where it will lie.
-    """
+    at a whole word; None if it cannot be read where it will lie."""
     return _rows(outline, int(outline.storage_offset()) * outline.element_size())
 
 
@@ -101,8 +100,7 @@ def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _rows(tensor: torch.Tensor, address: int) -> Rows | None:
     """A tensor's memory from `address` on as the kernel reads it: rows of whole words, equally far apart, or one row of
     any length. Returns address; bytes; words of a row, 0 if there is only one; bytes from row to row, or if there is
-    only one whether it begins at a whole word. None if it is neither, and must be copied.
-    """
+    only one whether it begins at a whole word. None if it is neither, and must be copied."""
     if tensor.is_contiguous():
         return address, tensor.nbytes, 0, int(address % WORD == 0)
     length, stride = _equal_rows(tensor)
@@ -114,8 +112,7 @@ def _rows(tensor: torch.Tensor, address: int) -> Rows | None:
 
 def _equal_rows(tensor: torch.Tensor) -> tuple[int, int]:
     """Elements of the tensor's longest contiguous rows, and from one to the next; (0, 0) if they are not equally far
-    apart.
-    """
+    apart."""
     axes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     length = 1
     while axes and axes[-1][1] == length:

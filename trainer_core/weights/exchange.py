@@ -17,8 +17,7 @@ _HEAD = 8  # bytes of the length
 
 def exchange(payload: bytes, mesh: Mesh) -> tuple[list[bytes], int]:
     """The payloads of all ranks, in their order, and the number of exchanges: 0 with one rank. Collective. One
-    all-gather of blocks of equal size is enough for all but the largest payloads.
-    """
+    all-gather of blocks of equal size is enough for all but the largest payloads."""
     world = dist.get_world_size()
     if world == 1:
         return [payload], 0
@@ -41,8 +40,7 @@ def _length(part: bytes) -> int:
 
 def agree(failure: RatchetError | None, mesh: Mesh) -> None:
     """Raise on every rank if one of them has failed. Collective, unless there is one rank. Raises RatchetError if this
-    rank's failure. Raises SyncMismatch if another rank has one.
-    """
+    rank's failure. Raises SyncMismatch if another rank has one."""
     failed = torch.tensor([failure is not None], dtype=torch.int32, device=mesh.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(failed)

@@ -63,8 +63,7 @@ def _counts(places: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
 
 class Packing:
     """The tensors of one bucket on their way into its arena: a launch copies whole words, whatever their types. What is
-    added before the arena is free costs nothing then.
-    """
+    added before the arena is free costs nothing then."""
 
     def __init__(self, planned: Sequence[PlannedTensor]) -> None:
         self._planned = {tensor.name: tensor for tensor in planned}
@@ -75,8 +74,7 @@ class Packing:
 
     def add(self, found: Mapping[str, torch.Tensor]) -> None:
         """Tensors by name; what is not planned is left out. Views of live weights are read by `write`. Raises
-        SyncMismatch if one is not as it was planned.
-        """
+        SyncMismatch if one is not as it was planned."""
         for name, tensor in found.items():
             if (planned := self._planned.get(name)) is None:
                 continue
@@ -89,8 +87,7 @@ class Packing:
 
     def write(self, arena: torch.Tensor) -> None:
         """Write all tensors to their places in an arena, (bytes,) uint8, without a change of type. Raises SyncMismatch
-        if a tensor has not been added.
-        """
+        if a tensor has not been added."""
         if missing := [name for name in self._planned if name not in self._sources]:
             raise SyncMismatch(f"{missing[0]} was planned, but this rank has nothing that becomes it")
         if self._whole:
@@ -111,8 +108,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A bucket of tensors in memory of the host that came one by one, (bucket.nbytes,) uint8. Raises SyncMismatch if
-    they are not those that are planned.
-    """
+    they are not those that are planned."""
     arena = torch.zeros(bucket.nbytes, dtype=torch.uint8)
     places = dict(views(planned, arena))
     missing, unknown = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())

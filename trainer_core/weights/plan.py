@@ -1,7 +1,6 @@
 """Plan of one weight update, which every rank makes of the tables of all ranks: every tensor by its Hugging Face name,
 its sender, its bucket and its place there. Made for each update from the live model, and forgotten with it. Imports
-without torch.
-"""
+without torch."""
 
 import hashlib
 import math
@@ -145,9 +144,8 @@ def decode(tables: Sequence[bytes], own: bytes = b"", rows: Rows = ()) -> list[T
 
 def plan_of(tables: Sequence[Table], exported: Sequence[Named] = ()) -> WeightPlan:
     """One update from what the ranks hold, the same for every rank that has the same tables. Raises SyncMismatch if a
-    rank cannot send, ranks that must hold the same do not, or a name occurs twice.
-    `exported` is what rank 0 sends besides, in this order.
-    """
+    rank cannot send, ranks that must hold the same do not, or a name occurs twice. `exported` is what rank 0 sends
+    besides, in this order."""
     _check_ranks(tables)
     place = tables[0].place
     packer = _Packer(place.arena_bytes)

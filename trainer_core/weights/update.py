@@ -27,8 +27,7 @@ class Update:
 
     def __init__(self, model: Model, mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int) -> None:
         """Plan from the live weights, inside `model.weights`. Collective. Raises SyncMismatch on every rank, if one
-        cannot send its weights or ranks do not hold the same.
-        """
+        cannot send its weights or ranks do not hold the same."""
         self._mesh = mesh
         _settle(mesh)
         found, self._others, problem = _found(model)
@@ -57,8 +56,7 @@ class Update:
     def send(self, channel: Channel) -> BucketSender:
         """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
         Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
-        collective. Raises RatchetError if what failed first on this rank.
-        """
+        collective. Raises RatchetError if what failed first on this rank."""
         _settle(self._mesh)
         buckets = self.plan.buckets
         whole = [bucket for bucket in buckets if self._planned[bucket.number][0].name in self._exported]

@@ -41,8 +41,7 @@ class Shown(Frozen):
 
 def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch.device) -> list[torch.Tensor]:
     """This process's arenas, (arena_bytes,) uint8 each, whose handles are then in the channel's folder. Raises
-    StorageUnavailable if the card has no room for them, or cannot share memory.
-    """
+    StorageUnavailable if the card has no room for them, or cannot share memory."""
     index = _index(device)
     key = (index, plan.arena_bytes, channel.arenas)
     with _on(index):
@@ -80,8 +79,7 @@ class CardOpener:
 
 def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
     """Memory that something else owns, (size,) uint8, as a tensor of `device`, wherever it lies. torch.as_tensor and
-    the like ask CUDA for the card that it lies on, and copy it if that is another one.
-    """
+    the like ask CUDA for the card that it lies on, and copy it if that is another one."""
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, size)  # pyright: ignore[reportPrivateUsage]
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,), (1,))
 

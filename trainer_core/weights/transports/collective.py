@@ -21,8 +21,7 @@ class BroadcastGroup:
 
     def __init__(self, channel: Channel, signals: Signals, sender: int, rank: int, device: torch.device) -> None:
         """Meet all others. If one of them does not come, the wait ends at the channel's deadline. Raises SyncMismatch
-        if a process has failed or did not come.
-        """
+        if a process has failed or did not come."""
         met = signals.met[signals.place[sender]]  # (1 + R,)
         met[rank] = 1
         signals.wait(lambda: met.all(), f"trainer rank {sender} and all engines to meet")
@@ -44,8 +43,7 @@ class BroadcastGroup:
 
 def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
     """The result of `make`, which waits for processes that may have died meanwhile; then its thread is abandoned.
-    Raises SyncMismatch if a process has failed, or this one cannot connect.
-    """
+    Raises SyncMismatch if a process has failed, or this one cannot connect."""
     made: list[Any] = []
     failures: list[RuntimeError] = []
 

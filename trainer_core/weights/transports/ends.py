@@ -29,14 +29,12 @@ class Sender(End, Protocol):
 
     def arena(self, bucket: Bucket) -> torch.Tensor:
         """The arena for a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until it is free. Raises
-        SyncMismatch if another end has failed, or does not answer until the deadline.
-        """
+        SyncMismatch if another end has failed, or does not answer until the deadline."""
         ...
 
     def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = ...) -> None:
         """Let the receivers read a bucket, once the device has written it. `meanwhile` is called once, while the device
-        writes, or while the receivers read. Raises StorageUnavailable if a file of it cannot be written.
-        """
+        writes, or while the receivers read. Raises StorageUnavailable if a file of it cannot be written."""
         ...
 
     def finish(self) -> None:
@@ -51,8 +49,7 @@ class Receiver(End, Protocol):
         """The bytes of a bucket, (bucket.nbytes,) uint8 on the device of the model; waits until they are there. They
         must not be changed, and not be used after `release`. Raises SyncMismatch if another end has failed, does not
         answer until the deadline, or sends other tensors than planned. Raises StorageUnavailable if the arenas cannot
-        be opened from here.
-        """
+        be opened from here."""
         ...
 
     def release(self, bucket: Bucket) -> None:
@@ -62,8 +59,7 @@ class Receiver(End, Protocol):
 
 def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:
     """The end of a channel at a rank. Exactly the ranks that send a bucket call it; they do not wait for each other.
-    Raises StorageUnavailable if there is no room for the arenas. Raises SyncMismatch if the receivers do not answer.
-    """
+    Raises StorageUnavailable if there is no room for the arenas. Raises SyncMismatch if the receivers do not answer."""
     match channel.transport:
         case "memory":
             return host_sender(channel, plan, rank, device)

@@ -20,8 +20,7 @@ class SharedArenas:
 
     def __init__(self, channel: Channel, plan: WeightPlan, sender: int, new: bool = False) -> None:
         """Make the arenas as the sender if they are `new`, else open those that it has made. Raises StorageUnavailable
-        if there is no room in shared memory.
-        """
+        if there is no room in shared memory."""
         self._path, size = Path(channel.folder, f"arenas-{sender}"), channel.arenas * plan.arena_bytes
         handle = os.open(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
         try:
@@ -40,8 +39,7 @@ class SharedArenas:
 
     def pin(self, device: torch.device) -> None:
         """Let a card copy from and to the arenas at the speed of the link. Where that is refused it copies slowly.
-        Raises WorkerLost if the card does not work.
-        """
+        Raises WorkerLost if the card does not work."""
         pinning = pinning_of(device)
         if pinning is not None and pinning.pin(self._whole, self._path):
             self._pinning = pinning
@@ -67,8 +65,7 @@ class SharedSender:
         staging: torch.Tensor | None = None,
     ) -> None:
         """Take arenas, (arena_bytes,) uint8 each, which `close` releases; with `staging`, (arena_bytes,) on the card of
-        the weights, if they are in memory of the host.
-        """
+        the weights, if they are in memory of the host."""
         self._signals, self._rank = Signals(channel, plan), rank
         self._buffers, self._close, self._staging = buffers, close, staging
 
@@ -122,8 +119,7 @@ class Opener(Protocol):
 
     def open(self, sender: int) -> Seen:
         """Open the arenas of a sender that has published something. Raises StorageUnavailable if they cannot be opened
-        from here.
-        """
+        from here."""
         ...
 
     def close(self, failed: bool) -> None:
