@@ -160,8 +160,8 @@ TRAINER_CORE = (
         "digest-without-place",
         "every chunk of a digest counts its words from the same place, so that two chunks can be swapped unseen",
         "trainer_core/weights/digest.py",
-        "_signed(start * _K1), out=x)",
-        "_signed(0 * _K1), out=x)",
+        "first = (start * _K1 + 2**63)",
+        "first = (0 * _K1 + 2**63)",
         _DIGEST,
     ),
     Mutant(

@@ -268,11 +268,8 @@ def stage_layers(parallel: ParallelConfig, layers: int) -> list[int] | None:
 
 
 def check_stages(parallel: ParallelConfig, layers: int) -> None:
-    """Refuse a division of the model's `layers` over the pipeline that is not possible.
-
-    Raises:
-        InputError: naming the numbers that fit.
-    """
+    """Refuse a division of the model's `layers` over the pipeline that is not possible. Raises InputError, which
+    names the numbers that fit."""
     stages = stage_layers(parallel, layers)
     if stages is None:
         keys = {"layers_first_stage", "layers_last_stage", "pipeline"}
@@ -295,10 +292,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of 
 
 
 def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
-    """Refuse a layout that does not fit the model.
-
-    `model` is the content of the model's config.json (Hugging Face names). Raises InputError.
-    """
+    """Refuse a layout that does not fit the model. `model` is the content of the model's config.json (Hugging Face
+    names). Raises InputError."""
     heads = int(model["num_attention_heads"])
     check_predictions(model, "the model")
     check_stages(parallel, int(model["num_hidden_layers"]))

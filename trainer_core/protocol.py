@@ -56,11 +56,8 @@ class SavedFiles:
 
 
 class TrainerProtocol(Protocol):
-    """One rank of the trainer.
-
-    All methods but `identity`, `reference`, `generators` and `adopt` are collective: all ranks call them, in the same
-    order, with the same arguments.
-    """
+    """One rank of the trainer. All methods but `identity`, `reference`, `generators` and `adopt` are collective: all
+    ranks call them, in the same order, with the same arguments."""
 
     def identity(self) -> str | None:
         """Identity of the committed state that this rank holds; None once its weights differ from any."""
@@ -96,14 +93,9 @@ class TrainerProtocol(Protocol):
         ...
 
     def save(self, directory: Path) -> SavedFiles:
-        """Write weights, optimizer, step counter and RNG into a local folder, over what was written there before.
-
-        On return the files hold the state, and the trainer may change its own. The next save into the same folder
-        changes the files.
-
-        Raises:
-            StorageUnavailable: there is no room for the files.
-        """
+        """Write weights, optimizer, step counter and RNG into a local folder, over what was written there before. On
+        return the files hold the state, and the trainer may change its own. The next save into the same folder changes
+        the files. Raises StorageUnavailable: there is no room for the files."""
         ...
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
@@ -162,10 +154,8 @@ class TrainerProtocol(Protocol):
         ...
 
     def logprobs(self, sequences: Sequence[NDArray[np.int32]], temperature: float = 1.0) -> list[NDArray[np.float32]]:
-        """Log-probability of every token but the first of each sequence given those before it.
-
-        Nats, float32, (len(sequence) - 1,) each, under softmax(logits / temperature); every rank gets all.
-        """
+        """Log-probability of every token but the first of each sequence given those before it. Nats, float32,
+        (len(sequence) - 1,) each, under softmax(logits / temperature); every rank gets all."""
         ...
 
     def reference(self) -> str | None:

@@ -11,11 +11,8 @@ if TYPE_CHECKING:
 
 
 def start_trainer(model_dir: str, config: TrainerConfig, rank: RankSpec) -> "Trainer":
-    """Bring Megatron up on `rank.device`, meet the other ranks and build the model without weights.
-
-    Raises:
-        InputError: if the model is missing or does not fit the layout, or the device is not available.
-    """
+    """Bring Megatron up on `rank.device`, meet the other ranks and build the model without weights. Raises InputError
+    if the model is missing or does not fit the layout, or the device is not available."""
     with paused():
         from trainer_core.platform.platform import prepare, use_deterministic_kernels
 

@@ -122,13 +122,8 @@ def located_function(name: str, folder: Path | None, key: str) -> str:
 
 
 def source_digest(function: UserFunction) -> str:
-    """Digest of its file and of the files beside it that it imports, directly or through others; imports nothing.
-
-    Of a module these are the files of its package.
-
-    Raises:
-        InputError: there is no such module, or a file cannot be read.
-    """
+    """Digest of its file and of the files beside it that it imports, directly or through others; imports nothing. Of a
+    module these are the files of its package. Raises InputError: there is no such module, or a file cannot be read."""
     package = function.place.partition(".")[0] if function.text is None else None
     first = Path(function.place) if package is None else _module_file(function)
     folder = first.parents[function.place.count(".") + (first.name == "__init__.py")] if package else first.parent

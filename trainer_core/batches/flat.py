@@ -15,10 +15,8 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """S segments of T positions in all, R of which predict a response token. Position s predicts token s + 1.
-
-    With context-parallel ranks these are the positions of one of them.
-    """
+    """S segments of T positions in all, R of which predict a response token. Position s predicts token s + 1. With
+    context-parallel ranks these are the positions of one of them."""
 
     rows: Indices  # (S,) number of each segment's sequence; -1 for padding, which counts nowhere
     lengths: Indices  # (S,) positions of each segment; they sum to T
@@ -51,11 +49,9 @@ _EMPTY = FlatBatch(
 
 
 def flatten(sequences: Sequences, rows: Indices, multiple: int = 1, context: Context = WHOLE) -> FlatBatch:
-    """Batch of these rows, in their order, padded to a multiple of that many positions.
-
-    Without rows it is one position that counts nowhere: every data-parallel rank runs the same number of batches.
-    `context` selects the share of a rank; all shares have the same number of positions.
-    """
+    """Batch of these rows, in their order, padded to a multiple of that many positions. Without rows it is one position
+    that counts nowhere: every data-parallel rank runs the same number of batches. `context` selects the share of a
+    rank; all shares have the same number of positions."""
     whole = _flattened(sequences, rows) if len(rows) else _EMPTY
     if context.ranks == 1:
         return _filled_up(whole, -len(whole.tokens) % multiple)

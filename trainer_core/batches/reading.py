@@ -16,12 +16,8 @@ _SAMPLE_BITS = 32  # of a key; a sample's number is int32
 
 
 def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
-    """Join the stored rollout and reward tables of an iteration, in the rollout's order.
-
-    Raises:
-        StageFailed: a rollout row has no reward row.
-        StorageError: stored bytes do not match the manifests.
-    """
+    """Join the stored rollout and reward tables of an iteration, in the rollout's order. Raises StageFailed: a rollout
+    row has no reward row. Raises StorageError: stored bytes do not match the manifests."""
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])

@@ -152,11 +152,8 @@ OPTIMIZER: tuple[Setting[OptimizerConfig, Sequence[Any]], ...] = (
 
 
 def read_back[Config, Live](rows: Iterable[Setting[Config, Live]], config: Config, live: Live) -> Effective:
-    """Settings of the live parts; a setting that no part of this rank has is left out.
-
-    Raises:
-        InputError: it differs from the wanted value.
-    """
+    """Settings of the live parts; a setting that no part of this rank has is left out. Raises InputError: it differs
+    from the wanted value."""
     found: Effective = {}
     for row in rows:
         held, wanted = row.held(live), row.value(config)
@@ -167,11 +164,7 @@ def read_back[Config, Live](rows: Iterable[Setting[Config, Live]], config: Confi
 
 
 def read_layers(parallel: ParallelConfig, live: Built) -> Effective:
-    """Number of layers that this rank holds.
-
-    Raises:
-        InputError: it differs from its share of the model's.
-    """
+    """Number of layers that this rank holds. Raises InputError: it differs from its share of the model's."""
     blocks = _of(live, TransformerBlock)
     stages, rank = stage_layers(parallel, live.layers), _groups_of(blocks[0]).pp.rank()
     held = sum(len(block.layers) for block in blocks)
@@ -181,20 +174,13 @@ def read_layers(parallel: ParallelConfig, live: Built) -> Effective:
 
 def check_effective(provider: TransformerConfig, wanted: dict[str, Any]) -> None:
     """Compare Megatron's model configuration, which modules share, with the settings; building a model may change it.
-
-    Raises:
-        InputError: a field differs.
-    """
+    Raises InputError: a field differs."""
     for name, value in wanted.items():
         compare(name, value, vars(provider)[name])
 
 
 def compare(name: str, wanted: object, held: object) -> None:
-    """Refuse a setting that did not take effect.
-
-    Raises:
-        InputError: naming both values.
-    """
+    """Refuse a setting that did not take effect. Raises InputError, which names both."""
     if held != wanted:
         raise InputError(f"{name} is to be {wanted!r}, but Megatron runs with {held!r}: choose what this model can do")
 

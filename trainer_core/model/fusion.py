@@ -15,11 +15,7 @@ _OURS, _THEIRS = "gradient_accumulation_fusion", "fuse_wgrad_accumulation"
 
 
 def fuse_accumulation(built: Built, config: MegatronConfig) -> None:
-    """Set the fusion of linear layers as configured.
-
-    Raises:
-        InputError: a layer has no kernel for it.
-    """
+    """Set the fusion of linear layers as configured. Raises InputError: a layer has no kernel for it."""
     outputs = built.outputs
     for module in built.modules:
         output = module in outputs

@@ -48,11 +48,8 @@ class Residence:
         self._of_optimizer = tensors
 
     def release(self, wanted: MemoryConfig) -> int:
-        """Free device memory of these kinds; returns the bytes. Nothing may be computing with it.
-
-        Raises:
-            AccumulationPending: gradients are to be dropped that no update has used; nothing was freed.
-        """
+        """Free device memory of these kinds; returns the bytes. Nothing may be computing with it. Raises
+        AccumulationPending: gradients are to be dropped that no update has used; nothing was freed."""
         if wanted.drop_gradients and self.accumulating:
             raise AccumulationPending(
                 "gradients are to be dropped, but they belong to an update that was not taken yet: take it, or begin "
@@ -70,10 +67,8 @@ class Residence:
         return freed
 
     def resume(self, *kinds: Kind) -> None:
-        """Bring these kinds, by default all, back to the device; gradients come back as zeros.
-
-        On return every byte has arrived. If the device has no room, the rest remains on the host.
-        """
+        """Bring these kinds, by default all, back to the device; gradients come back as zeros. On return every byte has
+        arrived. If the device has no room, the rest remains on the host."""
         if "parameters" in kinds or not kinds:
             self._parameters.resume()
         if "optimizer" in kinds or not kinds:

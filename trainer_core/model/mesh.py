@@ -46,10 +46,8 @@ class Mesh:
             dist.barrier()
 
     def combine(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum `values` over the ranks with `speaks`; every rank gets the sum. Collective.
-
-        Ranks own disjoint entries or partial sums, so adding the zeros of the others is exact.
-        """
+        """Sum `values` over the ranks with `speaks`; every rank gets the sum. Collective. Ranks own disjoint entries or
+        partial sums, so adding the zeros of the others is exact."""
         return self.add(values if self.speaks else np.zeros_like(values))
 
     def add(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -60,11 +58,8 @@ class Mesh:
 
 
 def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
-    """Meet the other ranks at the rendezvous file and build Megatron's process groups. Collective.
-
-    Raises:
-        InputError: the number of ranks is not the product of the layout.
-    """
+    """Meet the other ranks at the rendezvous file and build Megatron's process groups. Collective. Raises InputError:
+    the number of ranks is not the product of the layout."""
     if spec.world_size != parallel.world_size:
         raise InputError(
             f"{spec.world_size} trainer ranks cannot form the layout {parallel}; start {parallel.world_size} of them"

@@ -117,10 +117,8 @@ def _chosen(values: Vector, places: NDArray[np.int64]) -> Vector:
 
 
 def _thd(ends: torch.Tensor, longest: int, ranks: int) -> PackedSeqParams:
-    """Packing for Transformer Engine; with context-parallel `ranks` the ends are those of whole sequences.
-
-    The padding of a sequence comes last in it, so that no other position attends to it: it counts as part of it.
-    """
+    """Packing for Transformer Engine; with context-parallel `ranks` the ends are those of whole sequences. The padding
+    of a sequence comes last in it, so that no other position attends to it: it counts as part of it."""
     rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP * ranks
     padded: dict[str, Any] = {}
     if ranks > 1:

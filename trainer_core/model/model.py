@@ -109,11 +109,8 @@ class Model:
             )
 
     def release(self, wanted: MemoryConfig) -> int:
-        """Free device memory until it is needed again; returns the bytes. Collective.
-
-        Raises:
-            AccumulationPending: gradients are to be dropped that no update has used.
-        """
+        """Free device memory until it is needed again; returns the bytes. Collective. Raises AccumulationPending:
+        gradients are to be dropped that no update has used."""
         gathering = wanted.offload_parameters and self.residence.has("parameters")
         with self.weights("readable") if gathering else contextlib.nullcontext():
             return self.residence.release(wanted)
@@ -210,11 +207,7 @@ def _gathered_logits(*, hidden_states: torch.Tensor, **given: Any) -> torch.Tens
 
 
 def read_model_config(model_dir: str) -> dict[str, Any]:
-    """Content of the model's config.json.
-
-    Raises:
-        InputError: the directory holds no such file, or it is not JSON.
-    """
+    """Content of the model's config.json. Raises InputError: the directory holds no such file, or it is not JSON."""
     path = Path(model_dir, "config.json")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -225,13 +218,9 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
 
 
 def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool) -> Model:
-    """Build the model; its weights are set later. Collective.
-
-    `deterministic` makes Megatron choose kernels whose results do not depend on timing.
-
-    Raises:
-        InputError: there is no model, its architecture is not supported, or it does not fit the layout.
-    """
+    """Build the model; its weights are set later. Collective. `deterministic` makes Megatron choose kernels whose
+    results do not depend on timing. Raises InputError: there is no model, its architecture is not supported, or it does
+    not fit the layout."""
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     check_context(config, platform.transformer_engine, deterministic)

@@ -47,11 +47,8 @@ class Optimizer:
         return float(self.megatron.param_groups[0]["lr"]) if self.updates else 0.0
 
     def update(self) -> float:
-        """Apply the gradients in the model's buffers; returns their global norm before clipping. Collective.
-
-        Raises:
-            NumericsError: the norm is not finite; weights and moments are then unchanged.
-        """
+        """Apply the gradients in the model's buffers; returns their global norm before clipping. Collective. Raises
+        NumericsError: the norm is not finite; weights and moments are then unchanged."""
         self._residence.resume()
         self._residence.accumulating = False
         self.megatron.prepare_grads()
@@ -76,11 +73,8 @@ class Optimizer:
                     state.setdefault("step", torch.tensor(0.0))
 
     def resume(self, updates: int) -> None:
-        """Set the schedule and Adam's counters of a fresh optimizer as after `updates`.
-
-        torch's AdamW counts per parameter, in place, so that each has its own counter; Transformer Engine's counts per
-        group.
-        """
+        """Set the schedule and Adam's counters of a fresh optimizer as after `updates`. torch's AdamW counts per
+        parameter, in place, so that each has its own counter; Transformer Engine's counts per group."""
         self.schedule.step(updates)
         for part in _parts(self.megatron):
             if isinstance(part.optimizer, torch.optim.AdamW):

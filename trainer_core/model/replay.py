@@ -88,11 +88,8 @@ class Graphs:
         return self._pace.pays(left, positions)
 
     def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
-        """See `Recorder.record`.
-
-        Raises:
-            RatchetError: something in it waits for the device, or allocates outside torch.
-        """
+        """See `Recorder.record`. Raises RatchetError: something in it waits for the device, or allocates outside
+        torch."""
         graph, clock = torch.cuda.CUDAGraph(), time.perf_counter()
         torch.cuda.synchronize()
         try:
@@ -127,10 +124,8 @@ def graphs() -> Recorders:
 
 
 def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:
-    """Run all micro-batches of a pass, of one shape, and record one of them if that pays.
-
-    The first runs unrecorded: it creates plans of kernels and tables of rotations.
-    """
+    """Run all micro-batches of a pass, of one shape, and record one of them if that pays. The first runs unrecorded: it
+    creates plans of kernels and tables of rotations."""
     waiting = iter(told(batches, "micro-batches"))
     first = next(waiting)
     positions = first.tokens.numel()

@@ -48,10 +48,8 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Restore every generator after the block: inspecting a state must not change the training.
-
-    Attention kernels draw from the device's generator even without dropout.
-    """
+    """Restore every generator after the block: inspecting a state must not change the training. Attention kernels draw
+    from the device's generator even without dropout."""
     state = capture()
     try:
         yield

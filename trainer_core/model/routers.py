@@ -36,10 +36,8 @@ class Balance:
         return float(torch.stack(self._terms).double().sum()) if self._terms else 0.0
 
     def _counted(self, router: Any, apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Auxiliary loss of a router that counts a micro-batch's positions over all ranks that hold some.
-
-        A micro-batch of padding alone has a loss of 0: upstream divides by its counted tokens.
-        """
+        """Auxiliary loss of a router that counts a micro-batch's positions over all ranks that hold some. A micro-batch
+        of padding alone has a loss of 0: upstream divides by its counted tokens."""
 
         def applied(
             probs: torch.Tensor, scores: torch.Tensor, routing_map: torch.Tensor, *sizes: int, with_padding_mask: bool

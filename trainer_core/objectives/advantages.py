@@ -37,10 +37,8 @@ def token_advantages(
 
 
 def sample_advantages(policy: PolicyConfig, scored: ScoredSamples) -> NDArray[np.float32] | None:
-    """(N,) advantages for display, without the KL in the reward.
-
-    None if the loss weighs none, or if code of the user's own computes them: that runs in the trainer's ranks alone.
-    """
+    """(N,) advantages for display, without the KL in the reward. None if the loss weighs none, or if code of the user's
+    own computes them: that runs in the trainer's ranks alone."""
     if not policy.needs_advantages or policy.advantage.runs_user_code:
         return None
     found = np.zeros(len(scored.lengths), dtype=np.float32)
@@ -51,12 +49,9 @@ def sample_advantages(policy: PolicyConfig, scored: ScoredSamples) -> NDArray[np
 
 
 def shaped_rewards(overlong: Overlong, rewards: NDArray[np.float32], lengths: NDArray[np.int64]) -> NDArray[np.float32]:
-    """(N,) rewards, (N,) response lengths in tokens -> (N,) rewards minus the penalty for a long response, if any.
-
-    The penalty is 0 up to `length - buffer` tokens, `factor` from `length` on, and linear between them.
-
-    Source: DAPO (arXiv 2503.14476) section 3.4, soft overlong punishment.
-    """
+    """(N,) rewards, (N,) response lengths in tokens -> (N,) rewards minus the penalty for a long response, if any. The
+    penalty is 0 up to `length - buffer` tokens, `factor` from `length` on, and linear between them. Source: DAPO (arXiv
+    2503.14476) section 3.4, soft overlong punishment."""
     if not isinstance(overlong, OverlongPenalty):
         return rewards
     excess = np.clip((lengths - (overlong.length - overlong.buffer)) / overlong.buffer, 0.0, 1.0)
@@ -64,13 +59,9 @@ def shaped_rewards(overlong: Overlong, rewards: NDArray[np.float32], lengths: ND
 
 
 def group_advantages(scored: ScoredSamples, normalize_by_std: bool = True) -> NDArray[np.float32]:
-    """(N,) each sample's reward relative to its group: (r - mean) / std, std with n - 1 (as in TRL and verl).
-
-    Zero for samples that are not usable, for groups in which all rewards are equal, and for groups with a single usable
-    sample.
-
-    Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; without the division Dr. GRPO (arXiv 2503.20783).
-    """
+    """(N,) each sample's reward relative to its group: (r - mean) / std, std with n - 1 (as in TRL and verl). Zero for
+    samples that are not usable, for groups in which all rewards are equal, and for groups with a single usable sample.
+    Sources: GRPO, DeepSeekMath (arXiv 2402.03300) section 4.1; without the division Dr. GRPO (arXiv 2503.20783)."""
     advantages = np.zeros(len(scored.rewards), dtype=np.float32)
     for members in members_of(scored.groups, scored.usable):
         scores = scored.rewards[members].astype(np.float64)
@@ -119,10 +110,8 @@ def batch_advantages(scored: ScoredSamples, baseline: bool = False) -> NDArray[n
 def returns_to_go(
     rewards: NDArray[np.float64], penalties: NDArray[np.float64] | None, lengths: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return of each token: A_t = r - sum of the penalties at i >= t.
-
-    (N,) rewards, (R,) penalties of response tokens or None, (N,) response lengths -> (R,).
-    """
+    """Return of each token: A_t = r - sum of the penalties at i >= t. (N,) rewards, (R,) penalties of response tokens
+    or None, (N,) response lengths -> (R,)."""
     spread = np.repeat(rewards, lengths)
     if penalties is None:
         return spread

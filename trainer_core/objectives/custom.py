@@ -28,12 +28,8 @@ _GIVEN = {UserAdvantage: "scored", UserLoss: "tokens"}
 
 
 def user_advantage(scored: ScoredSamples, code: UserAdvantage) -> NDArray[np.float32]:
-    """Advantages of the user's function: (N,), or with `per_token` (R,); 0 where a sample does not count.
-
-    Raises:
-        InputError: it fails, or does not return such an array of numbers.
-        NumericsError: a value is not finite.
-    """
+    """Advantages of the user's function: (N,), or with `per_token` (R,); 0 where a sample does not count. Raises
+    InputError: it fails, or does not return such an array of numbers. Raises NumericsError: a value is not finite."""
     call = _loaded(code.model_dump_json(), type(code))
     found = call(scored)
     size = int(scored.lengths.sum()) if code.per_token else len(scored.lengths)
@@ -47,12 +43,9 @@ def user_advantage(scored: ScoredSamples, code: UserAdvantage) -> NDArray[np.flo
 
 
 def user_loss(tokens: Tokens, code: UserLoss) -> TokenLoss:
-    """Loss of the user's function, (R,); `clipped` is 0 if it returns the loss alone.
-
-    Raises:
-        InputError: it fails, or does not return such a tensor with the gradient of `tokens.logprobs`.
-        NumericsError: a value is not finite.
-    """
+    """Loss of the user's function, (R,); `clipped` is 0 if it returns the loss alone. Raises InputError: it fails, or
+    does not return such a tensor with the gradient of `tokens.logprobs`. Raises NumericsError: a value is not
+    finite."""
     call, logprobs = _loaded(code.model_dump_json(), type(code)), tokens.logprobs
     found: Any = call(tokens)
     if isinstance(found, TokenLoss):
@@ -100,11 +93,8 @@ class _Call:
 
 @functools.cache
 def _loaded(document: str, kind: type[UserAdvantage | UserLoss]) -> _Call:
-    """The code of a table, loaded once in this process.
-
-    Raises:
-        InputError: it has changed, cannot be imported, or cannot be called with its arguments.
-    """
+    """The code of a table, loaded once in this process. Raises InputError: it has changed, cannot be imported, or
+    cannot be called with its arguments."""
     code: UserTable = kind.model_validate_json(document)
     key = _KEYS[kind]
     target, _ = found_code(code.function, code.source, key)

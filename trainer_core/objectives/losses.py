@@ -12,10 +12,8 @@ from trainer_core.objectives.tokens import Segments, TokenLoss, Tokens, bounded_
 
 
 def policy_loss(policy: PolicyConfig, loss: Loss, tokens: Tokens) -> TokenLoss:
-    """The loss, weighted by the correction, plus KL to the reference, minus the entropy bonus, per response token.
-
-    All log-ratios are clamped to +-LOG_RATIO_LIMIT, beyond which no gradient flows.
-    """
+    """The loss, weighted by the correction, plus KL to the reference, minus the entropy bonus, per response token. All
+    log-ratios are clamped to +-LOG_RATIO_LIMIT, beyond which no gradient flows."""
     result = loss(tokens)
     total = result.loss
     if not isinstance(policy.correction, NoCorrection):
@@ -31,11 +29,9 @@ def policy_loss(policy: PolicyConfig, loss: Loss, tokens: Tokens) -> TokenLoss:
 
 
 def clipped_surrogate(tokens: Tokens, clip_low: float, clip_high: float, dual_limit: float | None = None) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where A is negative at most -A dual_limit.
-
-    Sources: PPO (arXiv 1707.06347) equation 7; two limits, "clip-higher", DAPO (arXiv 2503.14476) section 3.1;
-    dual clip, Ye et al., "Mastering complex control in MOBA games" (arXiv 1912.09729).
-    """
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and where A is negative at most -A dual_limit. Sources: PPO
+    (arXiv 1707.06347) equation 7; two limits, "clip-higher", DAPO (arXiv 2503.14476) section 3.1; dual clip, Ye et al.,
+    "Mastering complex control in MOBA games" (arXiv 1912.09729)."""
     return _surrogate(torch.exp(tokens.log_ratio), tokens.advantages, clip_low, clip_high, dual_limit)
 
 
@@ -72,20 +68,15 @@ def likelihood_loss(tokens: Tokens) -> TokenLoss:
 
 def preference_loss(tokens: Tokens) -> TokenLoss:
     """A loss with the value `losses` and the derivatives -`coefficients` by the log-probabilities.
-
-    `trainer_core.objectives.preference` finds both for the pairs of a mini-batch.
-    """
+    `trainer_core.objectives.preference` finds both for the pairs of a mini-batch."""
     change = tokens.logprobs - tokens.logprobs.detach()
     return TokenLoss(tokens.values["losses"] - tokens.values["coefficients"] * change, torch.zeros_like(change))
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """Estimate KL(q || p) at samples of q from log_ratio = log p(x) - log q(x), elementwise, in nats.
-
-    k1 = -log r (unbiased, may be negative), k2 = (log r)^2 / 2 (biased), k3 = r - 1 - log r (unbiased, not negative).
-
-    Source: J. Schulman, "Approximating KL divergence" (2020).
-    """
+    """Estimate KL(q || p) at samples of q from log_ratio = log p(x) - log q(x), elementwise, in nats. k1 = -log r
+    (unbiased, may be negative), k2 = (log r)^2 / 2 (biased), k3 = r - 1 - log r (unbiased, not negative). Source: J.
+    Schulman, "Approximating KL divergence" (2020)."""
     if estimator == "k1":
         return -log_ratio
     if estimator == "k2":

@@ -15,9 +15,8 @@ def preferred_pairs(
     loss: PreferenceLoss, rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
 ) -> Pairs:
     """Pairs of samples of one group of which the first has the higher reward; of equal rewards there are none.
-
-    "best_worst" pairs the best of each group with the worst, the first of those that are equal; "all" pairs every two.
-    """
+    "best_worst" pairs the best of each group with the worst, the first of those that are equal; "all" pairs every
+    two."""
     found: list[Pairs] = [np.empty((0, 2), dtype=np.int64)]
     for members in members_of(groups, usable):
         scores = rewards[members]

@@ -24,11 +24,9 @@ def units_of(policy: PolicyConfig, samples: Samples) -> Units:
 
 
 def trained_on(policy: PolicyConfig, samples: Samples) -> NDArray[np.bool_]:
-    """(N,) True for each sample that is part of the objective: usable, and not left out by a setting.
-
-    In this order: responses that are too long (`overlong`), prompts without spread (`leave_out_equal_groups`), prompts
-    beyond `most_groups`, and samples that maximum likelihood does not imitate (`loss.type = "sft"`).
-    """
+    """(N,) True for each sample that is part of the objective: usable, and not left out by a setting. In this order:
+    responses that are too long (`overlong`), prompts without spread (`leave_out_equal_groups`), prompts beyond
+    `most_groups`, and samples that maximum likelihood does not imitate (`loss.type = "sft"`)."""
     chosen = samples.usable
     if isinstance(policy.overlong, OverlongLeftOut):
         chosen = chosen & (samples.response_lengths < policy.overlong.length)
@@ -45,11 +43,8 @@ def trained_on(policy: PolicyConfig, samples: Samples) -> NDArray[np.bool_]:
 def with_spread(
     rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """(N,) usable samples of groups in which not all rewards are equal.
-
-    Source: dynamic sampling, DAPO (arXiv 2503.14476) section 3.2, which samples more prompts instead; here the
-    remaining groups are all.
-    """
+    """(N,) usable samples of groups in which not all rewards are equal. Source: dynamic sampling, DAPO (arXiv
+    2503.14476) section 3.2, which samples more prompts instead; here the remaining groups are all."""
     found = np.zeros(len(rewards), dtype=np.bool_)
     for members in members_of(groups, usable):
         found[members] = np.ptp(rewards[members]) > 0
@@ -65,10 +60,8 @@ def first_groups(groups: NDArray[np.int32], usable: NDArray[np.bool_], most: int
 def imitated(
     loss: LikelihoodLoss, rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """(N,) usable samples with a reward above `loss.above`; with `loss.best` only the best of each group.
-
-    Source: rejection sampling, Llama 2 (arXiv 2307.09288) and RAFT (arXiv 2304.06767).
-    """
+    """(N,) usable samples with a reward above `loss.above`; with `loss.best` only the best of each group. Source:
+    rejection sampling, Llama 2 (arXiv 2307.09288) and RAFT (arXiv 2304.06767)."""
     kept = np.zeros(len(rewards), dtype=np.bool_)
     kept[usable] = rewards[usable] > loss.above
     if not loss.best:

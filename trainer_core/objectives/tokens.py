@@ -73,9 +73,7 @@ class Tokens:
     @property
     def old_logprobs(self) -> torch.Tensor:
         """By the policy before the iteration's updates, or with `old_policy = "behaviour"` by the one that sampled.
-
-        Before the first update these are the current values: every ratio is 1, with the gradient of `logprobs`.
-        """
+        Before the first update these are the current values: every ratio is 1, with the gradient of `logprobs`."""
         return self.values.get("old_logprobs", self.logprobs.detach())
 
     @property
@@ -111,10 +109,8 @@ def _summed(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tens
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks, each of which uses it in a loss of its own; the sum of these losses is minimised.
-
-    The gradient of a rank's summand is therefore the sum of the gradients of all ranks.
-    """
+    """Sum over ranks, each of which uses it in a loss of its own; the sum of these losses is minimised. The gradient of
+    a rank's summand is therefore the sum of the gradients of all ranks."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -24,12 +24,9 @@ _REWARDS = np.array([1.0, 0.0, 0.25, 0.0, np.nan, 1.0], dtype=np.float32)
 
 
 def try_objective(policy: PolicyConfig) -> None:
-    """Compute advantages, loss and gradient of six samples in two groups, one of them without a reward.
-
-    Raises:
-        InputError: code of the user's own fails, or returns something unusable.
-        NumericsError: a value is not finite.
-    """
+    """Compute advantages, loss and gradient of six samples in two groups, one of them without a reward. Raises
+    InputError: code of the user's own fails, or returns something unusable. Raises NumericsError: a value is not
+    finite."""
     generator = torch.Generator().manual_seed(0)
     count = int(_LENGTHS.sum())
     logprobs, *others = (-torch.rand(count, generator=generator) - 0.01 for _ in range(4))

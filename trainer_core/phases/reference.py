@@ -11,10 +11,8 @@ from trainer_core.state.checkpoint import load_weights
 
 
 class Reference:
-    """The weights of an earlier state, which replace the live ones during a forward pass.
-
-    They are kept in host memory, so that no second model occupies the device.
-    """
+    """The weights of an earlier state, which replace the live ones during a forward pass. They are kept in host memory,
+    so that no second model occupies the device."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         """Read the weights of a saved state; the model keeps its own, also if reading fails."""

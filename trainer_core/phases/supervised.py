@@ -29,12 +29,8 @@ class SupervisedPhase:
     seed: int  # seeds the order of the examples
 
     def run(self, examples: SupervisedExamples, steps: int, batch_size: int) -> dict[str, float]:
-        """Take `steps` updates; returns the report of `TrainerProtocol.train_supervised`. Collective.
-
-        Raises:
-            InputError: there are no examples.
-            NumericsError: a loss or gradient norm is not finite.
-        """
+        """Take `steps` updates; returns the report of `TrainerProtocol.train_supervised`. Collective. Raises
+        InputError: there are no examples. Raises NumericsError: a loss or gradient norm is not finite."""
         if not len(examples):
             raise InputError("the supervised phase has no examples; give some, or set its steps to 0")
         weights = np.ones(len(examples), dtype=np.float32)

@@ -44,8 +44,7 @@ def idle() -> None:
 
 
 def fail(folder: str | Path, reason: str) -> None:
-    """Stop all users of the channel in `folder`, with that reason; the first reason counts. On a full disk the mark is
-    empty, and stops them all the same."""
+    """Stop all users of the channel in `folder`; the first reason counts. On a full disk the mark is empty."""
     place = Path(folder)
     own = place / f"{FAILED}-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -101,8 +100,7 @@ class Signals:
         raise SyncMismatch(reason)
 
     def wait(self, reached: Callable[[], bool | np.bool_], what: str) -> None:
-        """Return once `reached` is true. Raises SyncMismatch if a process has failed, or the deadline has passed: then
-        all others stop too."""
+        """Return once `reached` is true. Raises SyncMismatch if a process has failed; past the deadline all fail."""
         pause, end = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
         while not reached():
             self.check()
@@ -131,8 +129,7 @@ class Signals:
 
     def read_by_all(self, sender: int) -> None:
         """Wait until every receiver has released everything that a sender sends."""
-        published = int(self.counted[self.place[sender]])
-        self._until_released(sender, published, f"engines to read what rank {sender} sent")
+        self._until_released(sender, int(self.counted[self.place[sender]]), f"engines to read what rank {sender} sent")
 
     def published(self, bucket: Bucket) -> None:
         """Wait until a bucket can be read."""

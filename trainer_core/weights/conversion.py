@@ -16,12 +16,11 @@ import torch
 from megatron.bridge.models.conversion.model_bridge import WeightConversionTask
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.bridge.models.conversion.utils import unwrap_model
-from megatron.core import parallel_state
 
 from storage.errors import SyncMismatch
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
-from trainer_core.weights.exchange import Shards
+from trainer_core.weights.exchange import Shards, group_of
 from trainer_core.weights.mappings import Known, Names, Settings, absent, is_known, names_of, replaced
 from trainer_core.weights.packing import Packing
 from trainer_core.weights.plan import PlannedTensor, Row
@@ -30,16 +29,6 @@ from trainer_core.weights.whole import Exported, Held, named
 Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 Tensors = dict[str, torch.Tensor]  # by Hugging Face name
 _Task = WeightConversionTask[Any]
-
-
-class _Alone:
-    """A group of one rank, of which mappings ask nothing but this."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -82,13 +71,8 @@ class _Source:
         self._origin: Any = model.bridge.hf_pretrained
         self._bridge.hf_pretrained = self._origin
         self._registry = self._bridge.mapping_registry()
-        alone = _Alone()
-        groups = SimpleNamespace(
-            pp=alone,
-            ep=alone,
-            tp=parallel_state.get_tensor_model_parallel_group(),
-            expt_tp=parallel_state.get_expert_tensor_parallel_group(),
-        )
+        alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # of such a group mappings ask nothing else
+        groups = SimpleNamespace(pp=alone, ep=alone, tp=group_of(expert=False), expt_tp=group_of(expert=True))
         self._registry.set_process_groups_from_pg_collection(groups)
         self._names = Names(self._registry, cast(Any, unwrap_model(list(model.chunks))), model.config)
         self._present = set(self._origin.state.source.get_all_keys())
@@ -112,12 +96,7 @@ class _Source:
         if (problem := absent(known.whole, tensor)) is not None:
             raise SyncMismatch(problem)
         task = WeightConversionTask(
-            param_name=name,
-            global_param_name=known.whole,
-            mapping=known.mapping,
-            vp_stage=stage,
-            megatron_module=module,
-            param_weight=tensor,
+            name, known.whole, known.mapping, vp_stage=stage, megatron_module=module, param_weight=tensor
         )
         if not is_known(self._bridge, known.mapping):
             return Exported.of(task, attribute)
@@ -130,9 +109,8 @@ class _Source:
             return Exported.of(task, attribute)
         tensors = tuple(named(name, part) for name, part in found.items())
         row = Row(name=known.whole, expert=known.mapping.is_expert, tensors=tensors)
-        convert = tried.convert
         return Conversion(
-            row, module, attribute, tensor, tried.gathers, tried.views, lambda whole: finish(convert(whole, module))
+            row, module, attribute, tensor, tried.gathers, tried.views, lambda one: finish(tried.convert(one, module))
         )
 
     def _of_its_kind(self, task: _Task, known: Known, tensor: torch.Tensor) -> "_Tried":
@@ -232,8 +210,7 @@ class Parcel:
         self._packing: Packing | None = None
 
     def look(self) -> None:
-        """Make the views of live weights before the bucket's turn; inside `torch.no_grad`. Raises SyncMismatch if a
-        weight is not as it was planned."""
+        """Make the views of live weights before the bucket's turn, inside `torch.no_grad`; raises as `fill`."""
         if self._packing is None:
             self._packing = Packing(self.planned)
             for one in self.conversions:

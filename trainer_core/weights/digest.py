@@ -6,7 +6,7 @@ Digests of an update are planned before it: while engines stand still, as little
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -64,35 +64,27 @@ class PreparedDigests:
     def begin(self) -> "BegunDigests":
         """Compute them; a card is not waited for."""
         if self._work is not None:
-            return BegunDigests(self._heads, _bring(self._work.launch()).read)
+            return BegunDigests(self._heads, _bring(self._work.launch()))
         found = [_sum_on_cpu(tensor) for tensor in self._tensors]
         return BegunDigests(self._heads, lambda: found)
 
 
 def _head(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Text of type and shape in a digest."""
     return f"{dtype_name(dtype)} {tuple(shape)}"
 
 
-@dataclass(frozen=True)
-class _Brought:
-    """Sums on their way from a card, which may go on with other work behind them."""
-
-    here: torch.Tensor  # (T,) int64, on the host
-    arrived: torch.cuda.Event
-
-    def read(self) -> list[int]:
-        """The sums, as soon as they have arrived."""
-        self.arrived.synchronize()
-        return self.here.tolist()
-
-
-def _bring(sums: torch.Tensor) -> _Brought:
-    """Begin to bring sums from a card, behind what its current stream does now."""
+def _bring(sums: torch.Tensor) -> Callable[..., list[int]]:
+    """Begin to bring sums, (T,) int64, from a card, behind what its current stream does now. The result gives those
+    from one place to another, by default all, as soon as they have arrived."""
     here = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(sums.device))
-    return _Brought(here, arrived)
+
+    def read(first: int = 0, end: int | None = None) -> list[int]:
+        arrived.synchronize()
+        return here[first:end].tolist()
+
+    return read
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,8 @@ def _sum_on_cpu(tensor: torch.Tensor) -> int:
     for start in range(0, words.numel(), _CHUNK):
         part = words[start : start + _CHUNK]
         x, y = mixed[: part.numel()], shifted[: part.numel()]
-        torch.add(_spread(_CHUNK)[: part.numel()], _signed(start * _K1), out=x)  # (positions + 1) * K1
+        first = (start * _K1 + 2**63) % 2**64 - 2**63  # as a signed word
+        torch.add(_spread(_CHUNK)[: part.numel()], first, out=x)  # (positions + 1) * K1
         torch.bitwise_xor(x, part, out=x)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 32, out=y)).mul_(_K2)
         x.bitwise_xor_(torch.bitwise_right_shift(x, 29, out=y))
@@ -132,10 +125,6 @@ def _sum_on_cpu(tensor: torch.Tensor) -> int:
 @lru_cache(maxsize=1)
 def _spread(count: int) -> torch.Tensor:
     return torch.arange(1, count + 1, dtype=torch.int64).mul_(_K1)
-
-
-def _signed(word: int) -> int:
-    return (word + 2**63) % 2**64 - 2**63
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,7 +220,7 @@ class PlannedDigests:
         """Digests that were begun since the last call, by number; from now on they may be begun again."""
         direct = {} if self._direct is None else self._direct.brought()
         others, self._others = self._others, {}
-        return others | {number: BegunDigests(self._heads[number], sums.read) for number, sums in direct.items()}
+        return others | {number: BegunDigests(self._heads[number], sums) for number, sums in direct.items()}
 
 
 class _Direct:
@@ -258,11 +247,11 @@ class _Direct:
         self._begun.append(number)
         return True
 
-    def brought(self) -> dict[int, _Brought]:
+    def brought(self) -> dict[int, Callable[[], list[int]]]:
         """The sums of what was begun; all on their way to the host at once."""
         if self._sums is None:
             return {}
-        brought, begun = _bring(self._sums), self._begun
+        read, begun = _bring(self._sums), self._begun
         self._sums, self._begun = None, []
-        parts = (_Brought(brought.here[first:end], brought.arrived) for first, end in pairwise(self._table.ends))
+        parts = (partial(read, first, end) for first, end in pairwise(self._table.ends))
         return {number: part for number, part in zip(self._numbers, parts, strict=True) if number in begun}

@@ -46,7 +46,8 @@ def export_arenas(channel: Channel, plan: WeightPlan, sender: int, device: torch
     key = (index, plan.arena_bytes, channel.arenas)
     with _on(index):
         _keep(key)
-        handles = tuple(_handle(address).hex() for address in _exported[key])
+        made = [_done(runtime.cudaIpcGetMemHandle(one), "shared with other processes") for one in _exported[key]]
+    handles = tuple(ctypes.string_at(one.getPtr(), _HANDLE_BYTES).hex() for one in made)
     path = _path(channel, sender)
     path.with_suffix(".part").write_text(Shown(card=_card(index), handles=handles).model_dump_json(), encoding="utf-8")
     path.with_suffix(".part").rename(path)
@@ -89,8 +90,7 @@ def _keep(key: tuple[int, int, int]) -> None:
     _free(_replaced)
     _replaced.clear()
     if key not in _exported:
-        _, size, count = key
-        made = _reserved(size, count)
+        made = _reserved(*key[1:])
         _replaced.extend(itertools.chain.from_iterable(_exported.values()))
         _exported.clear()
         _exported[key] = made
@@ -128,11 +128,6 @@ def _reserved(size: int, count: int) -> list[int]:
         _free(addresses)
         raise
     return addresses
-
-
-def _handle(address: int) -> bytes:
-    handle = _done(runtime.cudaIpcGetMemHandle(address), "shared with other processes")
-    return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
 
 def _opening(theirs: str, own: str) -> str:
