@@ -31,6 +31,11 @@ class PartWriter:
     stage: str
     revision: int = 0  # revision of the manifest; parts of equal content are shared between revisions
 
+    @property
+    def manifest_key(self) -> str:
+        """Key of the manifest."""
+        return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
+
     @measured()
     def write_bytes(self, name: str, data: bytes | pa.Buffer, rows: int | None = None) -> Part:
         """Store `data`. Equal content has an equal key, so writing it again is harmless."""

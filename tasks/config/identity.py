@@ -1,7 +1,6 @@
 """Settings that decide results: those of a run, whose digest is its identity, and those of each stage.
 
-A finished stage stays done while settings change that it has not read. All follows from the marks of the keys.
-"""
+A finished stage stays done while settings change that it has not read. All follows from the marks of the keys."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast

@@ -1,8 +1,7 @@
 """The configuration that a run was started with, as stored. Imports neither Ray nor torch.
 
 A run's identity follows from this record alone, so it is the same for every version that reads it, whatever keys have
-been added since.
-"""
+been added since."""
 
 import shlex
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Tokenizers behind one protocol: that of a generated model, by `tokenizers` alone, and any other, by transformers.
 
 transformers knows what the makers of a model meant: which class reads its files, what begins a text, and the chat
-template. Its import takes seconds, and a generated model's tokenizer is the same without it.
-"""
+template. Its import takes seconds, and a generated model's tokenizer is the same without it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -65,33 +64,26 @@ class Backend(Protocol):
     @property
     def size(self) -> int:
         """Number of tokens."""
-        ...
 
     @property
     def special(self) -> Special:
         """Its special tokens."""
-        ...
 
     @property
     def template(self) -> str | None:
         """Its chat template, or all of several; None if it cannot render messages."""
-        ...
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """Token ids of each text; with `special`, between the tokens that the tokenizer puts around a text."""
-        ...
 
     def decode(self, rows: list[list[int]]) -> list[str]:
         """Texts of rows of token ids, special tokens included."""
-        ...
 
     def token_id(self, text: str) -> int | None:
         """The id of the token with this text; None if there is none."""
-        ...
 
     def render(self, chat: Chat, answering: bool) -> str:
         """Messages as text; raises InputError."""
-        ...
 
 
 def read_backend(directory: Path) -> Backend:

@@ -1,8 +1,7 @@
 """Chat templates. The text that one makes of a conversation is proven before it is sampled or trained.
 
 A template is a program of a model's makers. It may drop a system text, strip an answer, open a block of reasoning, or
-forget where the assistant begins; then the model would be given, or trained on, another text than was asked.
-"""
+forget where the assistant begins; then the model would be given, or trained on, another text than was asked."""
 
 import json
 import re

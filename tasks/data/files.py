@@ -2,8 +2,7 @@
 
 Records are read one after another, so a large source never is in memory as a whole, unless it is one JSON array. A
 record holds what JSON can hold, with its own types: anything else is refused with its place, because a reward would be
-given something that was guessed.
-"""
+given something that was guessed."""
 
 import csv
 import json

@@ -1,7 +1,6 @@
 """Generated inputs of a run: a small model with its tokenizer, and an addition data set.
 
-This needs neither torch nor a download; the same seed gives the same bytes.
-"""
+This needs neither torch nor a download; the same seed gives the same bytes."""
 
 import itertools
 import json

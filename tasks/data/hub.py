@@ -1,8 +1,7 @@
 """The Hugging Face hub: ids of models and data sets, the files that a run takes, and the hub's cache on this machine.
 
 Processes of a run stay offline (`tasks/config/environment.py`). The network is used only for a download that the
-configuration asks for. The hub's libraries are imported where they are used: they take half a second.
-"""
+configuration asks for. The hub's libraries are imported where they are used: they take half a second."""
 
 import functools
 import re

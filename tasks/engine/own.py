@@ -1,8 +1,7 @@
 """An engine of the user's own: loaded by name, compared with the protocol, and every answer of it checked.
 
 As a program it reads the `engine` table from standard input, and writes the refusal, if there is one, to standard
-output.
-"""
+output."""
 
 import contextlib
 import inspect

@@ -1,8 +1,7 @@
 """Export: the weights of one iteration as a Hugging Face folder, from storage alone, proven by digests.
 
 Tensors stream from the stored state into the shards one at a time. Imports torch; Megatron is imported by the first
-export.
-"""
+export."""
 
 import json
 import math

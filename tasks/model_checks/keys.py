@@ -1,8 +1,7 @@
 """Keys of config.json by architecture: values that trainer and engine obey, and keys without effect.
 
 Data: it was compared once with the sources of megatron-bridge, vLLM and transformers in the versions of pyproject.toml.
-A test computes log-probabilities with each value of `tried`.
-"""
+A test computes log-probabilities with each value of `tried`."""
 
 import json
 import math

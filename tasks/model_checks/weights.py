@@ -1,7 +1,6 @@
 """Check that the safetensors files of a model are whole and hold the tensors of its config.json.
 
-It reads headers only, so it takes milliseconds however large the model is.
-"""
+It reads headers only, so it takes milliseconds however large the model is."""
 
 import json
 import struct

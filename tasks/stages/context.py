@@ -39,14 +39,6 @@ def once(_stage: str, _iteration: int) -> AbstractContextManager[object, bool | 
     return nullcontext()
 
 
-def unannounced(_iteration: int, _stage: Stage) -> None:
-    """Announce nothing."""
-
-
-def unheard(_text: str) -> None:
-    """Say nothing."""
-
-
 @dataclass(frozen=True)
 class Portion:
     """Progress within a stage."""
@@ -72,29 +64,17 @@ class Page(Protocol):
 
     def iteration(self, number: int) -> AbstractContextManager[object]:
         """Encloses the stages of an iteration."""
-        ...
-
-    def storing(self, iteration: int, what: str, published: Future[None]) -> None:
-        """`published` is done once the result of the stage `what`, or something else behind the stages, is durable."""
-        ...
-
-    def advanced(self, portion: Portion) -> None:
-        """Report progress within a stage. Called as often as anything is; may be called in any thread."""
-        ...
-
-
-class NoPage:
-    """Nobody follows the run."""
-
-    def iteration(self, number: int) -> AbstractContextManager[object]:
-        """Nothing."""
         return nullcontext()
 
     def storing(self, iteration: int, what: str, published: Future[None]) -> None:
-        """Nothing."""
+        """`published` is done once the result of the stage `what`, or something else behind the stages, is durable."""
 
     def advanced(self, portion: Portion) -> None:
-        """Nothing."""
+        """Report progress within a stage. Called as often as anything is; may be called in any thread."""
+
+
+class NoPage(Page):
+    """Nobody follows the run."""
 
 
 @dataclass
@@ -126,11 +106,11 @@ class RunContext:
     """Decides which failed stages are tried again."""
     starts: Starts = field(default_factory=Starts)
     """Time that was spent on starts."""
-    announce: Callable[[int, Stage], None] = unannounced
+    announce: Callable[[int, Stage], object] = lambda _iteration, _stage: None
     """Called before each stage."""
     memory: Path | None = None
     """Folder in shared memory for the state that is being stored; else, or without room, `scratch` is used."""
-    say: Callable[[str], None] = unheard
+    say: Callable[[str], object] = lambda _text: None
     """Tells people one line."""
     page: Page = field(default_factory=NoPage)
     """The run's page for people."""
@@ -143,10 +123,9 @@ class RunContext:
         """True if a stage under another configuration read the same settings that it would read now."""
         if config_digest == self.config_digest:
             return True
-        there = self.documents.get(config_digest)
-        return there is not None and settings_digest(there, stage) == settings_digest(
-            self.documents[self.config_digest], stage
-        )
+        if (there := self.documents.get(config_digest)) is None:
+            return False
+        return settings_digest(there, stage) == settings_digest(self.documents[self.config_digest], stage)
 
     def find(self, iteration: int, stage: Stage) -> Manifest | None:
         """A stage's manifest in the revision that is worked on, or None if the stage did not happen."""

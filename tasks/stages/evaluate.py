@@ -12,7 +12,7 @@ from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.scored import COLUMNS, accepted, columns, metrics, responses_of, scored_by
+from tasks.stages.scored import accepted, metrics, responses_of, scored_by, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Evaluated, Prepared, Served
@@ -29,11 +29,10 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     if not table.num_rows:
         return StageOutput()
     answers = _answered(work, prepared, served, table)
-    texts = text_codec(work.context, prepared).decode_column(answers["response_tokens"])
-    responses = responses_of(answers, texts, records_of(table), work.iteration)
+    responses = responses_of(answers, text_codec(work.context, prepared), records_of(table), work.iteration)
     scored = score_responses(section, responses)
     scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
-    result = _table(answers, scores)
+    result = with_scores(answers, scores, EVALUATION)
     condition = condition_of(result, section, work.config.evaluate.passing)
     asked = {"prompts": len(scores), "max_tokens": work.config.rollout.max_tokens}
     own = {SOURCE: dict(scored.sources), SCORED_BY: scored_by(section, scored.sources), ASKED: asked}
@@ -53,31 +52,18 @@ def _passing(table: pa.Table, condition: str) -> dict[str, float]:
 
 def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
     """The greedy answers of the engines, as `responses_of` takes them."""
-    greedy = Sampling(
-        temperature=0,
-        top_p=1,
-        max_tokens=work.config.rollout.max_tokens,
-        stop_token_ids=text_codec(work.context, prepared).stop_tokens,
-    )
+    tokens, stop = work.config.rollout.max_tokens, text_codec(work.context, prepared).stop_tokens
+    greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=stop)
     engines = ensure_served(work.context, prepared, served)
     batch = Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows)
     answers = spread(engines, batch, greedy, version=served.weight_version)
-    return pa.table(
-        {
-            "prompt_id": table["prompt_id"].combine_chunks(),
-            "sample_id": pa.array([0] * table.num_rows, pa.int32()),
-            "response_tokens": answers["response_tokens"]
-            .combine_chunks()
-            .cast(EVALUATION.field("response_tokens").type),
-            "finish_reason": answers["finish_reason"].combine_chunks(),
-        }
-    )
-
-
-def _table(answers: pa.Table, scores: Sequence[Score]) -> pa.Table:
-    given = {name: answers[name].combine_chunks() for name in ("prompt_id", "response_tokens")}
-    every = {**given, **dict(zip(COLUMNS, columns(scores), strict=True))}
-    return pa.Table.from_arrays([every[name] for name in EVALUATION.names], schema=EVALUATION)
+    columns = {
+        "prompt_id": table["prompt_id"].combine_chunks(),
+        "sample_id": pa.array([0] * table.num_rows, pa.int32()),
+        "response_tokens": answers["response_tokens"].combine_chunks().cast(EVALUATION.field("response_tokens").type),
+        "finish_reason": answers["finish_reason"].combine_chunks(),
+    }
+    return pa.table(columns)
 
 
 def _mean(scores: Sequence[Score]) -> float:

@@ -2,9 +2,9 @@
 
 Its manifest is beside those of the iteration's stages and names them as inputs. No stage is made from it, and it needs
 no lease: the run may go on meanwhile. Its name holds a digest of everything that decides the answers, so the same
-evaluation asked for twice is one, and one that was interrupted continues with the next part.
-"""
+evaluation asked for twice is one, and one that was interrupted continues with the next part."""
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from tasks.stages.context import Portion, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.rollout import response_tokens, sample_seed
-from tasks.stages.scored import COLUMNS, columns, responses_of, scored_by, unchanged
+from tasks.stages.scored import responses_of, scored_by, unchanged, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import Attempt, StageOutput
 from tasks.stages.views import Evaluated, Performed, Prepared, Served
@@ -95,13 +95,12 @@ def _performed(
 ) -> Performed:
     made_of = sources_of(context.config.reward)
     name = stage_name(settings, prepared.digest, served.digest, context.config, made_of)
-    revision = context.revisions.of(iteration, name)
     done = find(context.root, context.run, iteration, name, context.revisions)
     if done is not None:
         return Performed(Evaluated(done), reused=True)
-    writer = PartWriter(context.root, context.run, iteration, name, revision)
+    writer = PartWriter(context.root, context.run, iteration, name, context.revisions.of(iteration, name))
     attempt = Attempt.begin(context, writer)
-    parts = _Asked.of(context, settings, prepared, served, made_of, writer).answer()
+    parts = _Asked(context, settings, prepared, served, made_of, writer).answer()
     inputs = {"prepare": prepared.digest, "weights": served.digest}
     _check_there(context, iteration, inputs)
     table = read_parts(context.root, parts, EVALUATION_SAMPLES)
@@ -119,8 +118,7 @@ def _performed(
         },
         metrics=figures(table, settings.samples, passes),
     )
-    manifest = attempt.manifest(output, inputs)
-    return Performed(Evaluated(_published(context, manifest)), reused=False)
+    return Performed(Evaluated(_published(context, attempt.manifest(output, inputs))), reused=False)
 
 
 def _published(context: RunContext, manifest: Manifest) -> Manifest:
@@ -148,54 +146,33 @@ def _check_there(context: RunContext, iteration: int, inputs: Mapping[str, str])
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
     """One evaluation in progress."""
 
     context: RunContext
-    iteration: int
     settings: EvaluationSettings
-    writer: PartWriter
-    engines: list[EngineHandle]
-    table: pa.Table
-    greedy: Sampling
-    sampled: Sampling
     prepared: Prepared
+    served: Served
     made_of: Mapping[str, str]
     """Sources of the reward functions, by name."""
-    clock: float
+    writer: PartWriter
 
-    @classmethod
-    def of(
-        cls,
-        context: RunContext,
-        settings: EvaluationSettings,
-        prepared: Prepared,
-        served: Served,
-        made_of: Mapping[str, str],
-        writer: PartWriter,
-    ) -> "_Asked":
-        """Engines that hold the weights, and the prompts to answer."""
-        table = prompts(context, prepared, settings.table).slice(0, settings.prompts)
-        engines = ensure_served(context, prepared, served)
+    def __post_init__(self) -> None:
+        context, settings = self.context, self.settings
+        self.codec = text_codec(context, self.prepared)
+        self.table = prompts(context, self.prepared, settings.table).slice(0, settings.prompts)
+        self.engines = ensure_served(context, self.prepared, self.served)
         tokens = settings.max_tokens or context.config.rollout.max_tokens
-        stop = text_codec(context, prepared).stop_tokens
-        greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=stop)
-        sampled = greedy.model_copy(update={"temperature": settings.temperature, "top_p": settings.top_p})
-        clock = time.perf_counter()
-        return cls(
-            context, writer.iteration, settings, writer, engines, table, greedy, sampled, prepared, made_of, clock
-        )
+        self.greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=self.codec.stop_tokens)
+        drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
+        self.sampled = self.greedy.model_copy(update=drawn)
+        self.clock = time.perf_counter()
 
     def answer(self) -> tuple[Part, ...]:
         """Every answer with its score, part by part."""
-        starts = range(0, self.table.num_rows, self.settings.prompts_per_part)
-        made = each(
-            lambda index: self._part(self.engines[index % len(self.engines)], starts[index]),
-            range(len(starts)),
-            len(self.engines),
-        )
-        return tuple(made)
+        count, starts = len(self.engines), range(0, self.table.num_rows, self.settings.prompts_per_part)
+        return tuple(each(lambda at: self._part(self.engines[at % count], starts[at]), range(len(starts)), count))
 
     def _part(self, engine: EngineHandle, start: int) -> Part:
         rows = self.table.slice(start, self.settings.prompts_per_part)
@@ -203,20 +180,13 @@ class _Asked:
         kept = find_piece(self.writer, name)
         if kept is not None:
             return kept
-        answers = self._generated(engine, rows, start)
-        table = self._scored(answers, rows)
+        table = self._scored(self._generated(engine, rows, start), rows)
         part = self.writer.write_table(f"answers-{name}.arrow", table, EVALUATION_SAMPLES)
-        self._told(start + rows.num_rows, table)
+        done, of = ((1 + self.settings.samples) * count for count in (start + rows.num_rows, self.table.num_rows))
+        tokens, seconds = response_tokens(table), time.perf_counter() - self.clock
+        portion = Portion(self.writer.iteration, Stage.EVALUATE, done, of, "answers", tokens, seconds)
+        self.context.page.advanced(portion)
         return keep_piece(self.writer, name, part)
-
-    def _told(self, prompts_done: int, table: pa.Table) -> None:
-        each_of, tokens = 1 + self.settings.samples, response_tokens(table)
-        self.context.page.advanced(
-            Portion(
-                self.iteration, Stage.EVALUATE, prompts_done * each_of, self.table.num_rows * each_of, "answers",
-                tokens, time.perf_counter() - self.clock,
-            )
-        )  # fmt: skip
 
     def _generated(self, engine: EngineHandle, rows: pa.Table, start: int) -> pa.Table:
         """The greedy answer to each prompt, then the sampled ones."""
@@ -224,11 +194,8 @@ class _Asked:
         tables = [self._table(engine, rows, np.zeros(count, np.int32), [0] * count, self.greedy)]
         if samples:
             numbers = np.tile(np.arange(samples, dtype=np.int32), count)
-            seeds = [
-                sample_seed(self.settings.seed, start + row, sample)
-                for row in range(count)
-                for sample in range(samples)
-            ]
+            places = itertools.product(range(start, start + count), range(samples))
+            seeds = [sample_seed(self.settings.seed, row, sample) for row, sample in places]
             repeated = rows.take(np.repeat(np.arange(count), samples))
             tables.append(self._table(engine, repeated, numbers, seeds, self.sampled))
         return pa.concat_tables(tables)
@@ -249,19 +216,17 @@ class _Asked:
         )
 
     def _scored(self, answers: pa.Table, rows: pa.Table) -> pa.Table:
-        texts = text_codec(self.context, self.prepared).decode_column(answers["response_tokens"])
-        responses = responses_of(answers, texts, records_of(rows), self.iteration)
-        what = f"evaluation of iteration {self.iteration}"
+        iteration = self.writer.iteration
+        responses = responses_of(answers, self.codec, records_of(rows), iteration)
+        what = f"evaluation of iteration {iteration}"
         scored = unchanged(score_responses(self.context.config.reward, responses, patient=True), self.made_of, what)
         scores = [score for score in scored.scores if score is not None]
-        every = {
-            **{name: answers[name].combine_chunks() for name in answers.column_names},
-            **dict(zip(COLUMNS, columns(scores), strict=True)),
+        more = {
             "run": pa.repeat(pa.scalar(self.context.run), len(scores)),
-            "iteration": pa.repeat(pa.scalar(self.iteration, pa.int32()), len(scores)),
+            "iteration": pa.repeat(pa.scalar(iteration, pa.int32()), len(scores)),
             "source": pa.array(self._sources(answers["prompt_id"].to_pylist()), pa.string()),
         }
-        return pa.Table.from_arrays([every[name] for name in EVALUATION_SAMPLES.names], schema=EVALUATION_SAMPLES)
+        return with_scores(answers, scores, EVALUATION_SAMPLES, more)
 
     def _sources(self, prompt_ids: list[str]) -> list[str]:
         """The data source of each prompt: with several sources, its name goes before the prompt's."""

@@ -20,7 +20,6 @@ from tasks.stages.prepared import model_directory
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.views import IDENTITY, Prepared, Trained
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.config import MemoryConfig
 from trainer_core.protocol import LoadedState, SavedFiles
 from trainer_core.state.facts import needed_for_weights
 
@@ -122,12 +121,14 @@ def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metri
     """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later. The
     ranks adopt the state's identity as soon as its manifest has one, which is before the state is stored; whatever is
     made from it is behind it in the outbox. At most one state is on its way: the files of the next are the same."""
-    waited = _wait_for_the_previous(work.context)
+    began = time.perf_counter()
+    if not work.context.outbox.idle:
+        work.context.outbox.settle()
     clock = time.perf_counter()
     folder, files = _write(work.context, group)
     return StageOutput(
         facts={**facts, IDENTITY: files.identity.model_dump(mode="json")},
-        metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": waited},
+        metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": clock - began},
         content=IDENTITY,
         store=partial(_store, work.writer, folder, files.names),
         identified=partial(_identified, group, folder),
@@ -138,14 +139,6 @@ def _identified(group: TrainerGroup, folder: Path, digest: str) -> None:
     """Record the identity of the saved state at the ranks and in the folder."""
     (folder / _SAVED).write_text(digest, encoding="utf-8")
     group.adopt(digest)
-
-
-def _wait_for_the_previous(context: RunContext) -> float:
-    """Wait until no state is being stored; returns the seconds."""
-    clock = time.perf_counter()
-    if not context.outbox.idle:
-        context.outbox.settle()
-    return time.perf_counter() - clock
 
 
 def _write(context: RunContext, group: TrainerGroup) -> tuple[Path, SavedFiles]:
@@ -190,7 +183,10 @@ def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> d
     memory = context.config.train.memory
     if not weights:
         memory = memory.model_copy(update={"offload_parameters": False})
-    return {} if not memory.in_use else _released(group, memory)
+    if not memory.in_use:
+        return {}
+    clock = time.perf_counter()
+    return {"released_bytes": float(group.release(memory)), "release_seconds": time.perf_counter() - clock}
 
 
 def resume(context: RunContext, group: TrainerGroup) -> dict[str, float]:
@@ -207,9 +203,3 @@ def summed(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
     """The sums of what `release` has returned several times."""
     pairs = [pair for one in metrics for pair in one.items()]
     return {name: sum(value for other, value in pairs if other == name) for name, _ in pairs}
-
-
-def _released(group: TrainerGroup, memory: MemoryConfig) -> dict[str, float]:
-    clock = time.perf_counter()
-    given_up = group.release(memory)
-    return {"released_bytes": float(given_up), "release_seconds": time.perf_counter() - clock}

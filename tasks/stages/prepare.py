@@ -1,7 +1,6 @@
 """Stage `prepare` of iteration 0: the model directory and the prompt tables become parts of the run.
 
-From here on the run depends on nothing outside its storage root.
-"""
+From here on the run depends on nothing outside its storage root."""
 
 from storage.ownership.scratch import scratch
 from storage.schema import PROMPTS, fingerprint

@@ -1,11 +1,10 @@
 """The probe of a weight sync: a few sequences on which engines and trainer must compute the same log-probabilities.
 
 Digests show that the bytes arrived; the probe shows that both sides make the same of them. It comes after the commit,
-when the engines serve again.
-"""
+when the engines serve again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,43 +13,33 @@ from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.prepared import prompts
 from tasks.stages.views import Prepared
-from tasks.workers.engines import EngineHandle
 
 Logprobs = Sequence[np.ndarray]
 """Of each sequence float32 nats of its tokens 1, 2, ..."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Allowed differences of log-probabilities, nat."""
-
-    mean: float
-    largest: float
-
-
-_LIMITS = {"fp32": Limits(1e-3, 5e-3), "bf16": Limits(3e-2, 1e-1)}
-
-
-@dataclass(frozen=True)
-class Agreement:
+class Difference(NamedTuple):
     """Differences of log-probabilities between engine and trainer over the probe, nat."""
 
     mean: float
     largest: float
 
 
-def limits(config: RunConfig) -> Limits:
+_LIMITS = {"fp32": Difference(1e-3, 5e-3), "bf16": Difference(3e-2, 1e-1)}
+
+
+def limits(config: RunConfig) -> Difference:
     """The configured limits, or by default at least three times the difference measured in the coarser precision."""
     coarse = "bf16" if "bf16" in (config.engine.precision, config.train.precision) else "fp32"
     section, usual = config.sync, _LIMITS[coarse]
     mean = usual.mean if section.max_mean_difference is None else section.max_mean_difference
-    return Limits(mean, usual.largest if section.max_difference is None else section.max_difference)
+    return Difference(mean, usual.largest if section.max_difference is None else section.max_difference)
 
 
-def agree(engine: Logprobs, trainer: Logprobs, allowed: Limits) -> Agreement:
+def agree(engine: Logprobs, trainer: Logprobs, allowed: Difference) -> Difference:
     """Raises SyncMismatch: the two sides' log-probabilities of the probe differ by more than is allowed."""
     difference = np.abs(np.concatenate(engine) - np.concatenate(trainer))
-    found = Agreement(float(difference.mean()), float(difference.max()))
+    found = Difference(float(difference.mean()), float(difference.max()))
     if not (found.mean <= allowed.mean and found.largest <= allowed.largest):
         raise SyncMismatch(
             f"engine and trainer disagree on the probe by {found.mean:.3g} nat on average and {found.largest:.3g} at "
@@ -65,9 +54,8 @@ def probe_sequences(context: RunContext, prepared: Prepared) -> list[np.ndarray]
     """The fixed probe: the first held-out (or training) prompts with their answers, as int32 token ids. A prompt
     without an answer is repeated instead. What is longer than the engine takes is cut."""
     table = prompts(context, prepared, "held_out")
-    table = (table if table.num_rows else prompts(context, prepared, "train")).slice(
-        0, context.config.sync.probe_sequences
-    )
+    table = table if table.num_rows else prompts(context, prepared, "train")
+    table = table.slice(0, context.config.sync.probe_sequences)
     pairs = zip(table["prompt_tokens"].to_pylist(), table["answer_tokens"].to_pylist(), strict=True)
     longest = context.config.engine.max_model_len - 1  # the engine samples one token beyond what it scores
     return [np.array([*prompt, *(answer or prompt)][:longest], dtype=np.int32) for prompt, answer in pairs]
@@ -80,9 +68,3 @@ def check_change(before: Logprobs, after: Logprobs) -> None:
             "the trained weights differ from the ones served before, but the engine's log-probabilities of the probe "
             "are the same as before the sync: it still computes with the old weights"
         )
-
-
-def refuse(engines: Sequence[EngineHandle], reason: str) -> None:
-    """No engine samples with what was committed, until the next weight sync."""
-    for engine in engines:
-        engine.refuse(reason)

@@ -21,7 +21,7 @@ from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import records_of, text_codec
-from tasks.stages.scored import accepted, columns, responses_of, unchanged
+from tasks.stages.scored import accepted, responses_of, unchanged, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rescored, Selected
 
@@ -83,24 +83,15 @@ class _Scoring:
         scored = unchanged(score_responses(section, responses), self.made_of, what)
         scores = accepted(scored.scores, responses, section.max_failures, what)
         ends = np.cumsum([table.num_rows for table in tables])
-        return [
-            pa.Table.from_arrays(
-                [
-                    *(table[name].combine_chunks() for name in ("prompt_id", "sample_id")),
-                    *columns(scores[end - table.num_rows : end]),
-                ],
-                schema=REWARD,
-            )
-            for table, end in zip(tables, ends.tolist(), strict=True)
-        ]
+        pairs = zip(tables, ends.tolist(), strict=True)
+        return [with_scores(table, scores[end - table.num_rows : end], REWARD) for table, end in pairs]
 
     def _responses(self, table: pa.Table) -> Iterator[Response]:
         sources = table["source"].to_numpy()
         for first, last in _runs(sources):
             source = self.sources[sources[first]]
             rows = table.slice(first, last - first)
-            codec, records = self._reading(source)
-            yield from responses_of(rows, codec.decode_column(rows["response_tokens"]), records, source.iteration)
+            yield from responses_of(rows, *self._reading(source), source.iteration)
 
     def _reading(self, source: Source) -> tuple[TextCodec, Records]:
         """The texts and the records as the run that sampled has them, from the selection alone."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import numpy as np
-import pyarrow as pa
 from pydantic import JsonValue
 
 from storage.parts import read_table
@@ -12,7 +11,7 @@ from tasks.config.evaluation import SCORED_BY, SOURCE
 from tasks.rewards.scoring import equal_groups, score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.scored import REPLACED, accepted, columns, metrics, responses_of, scored_by
+from tasks.stages.scored import REPLACED, accepted, metrics, responses_of, scored_by, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rewards, Rollouts
 
@@ -24,13 +23,11 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     """Score the responses of one rollout stage."""
     section = work.config.reward
     table = read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED)
-    texts = text_codec(work.context, prepared).decode_column(table["response_tokens"])
     records = records_of(prompts(work.context, prepared, "train"))
-    responses = responses_of(table, texts, records, work.iteration)
+    responses = responses_of(table, text_codec(work.context, prepared), records, work.iteration)
     scored = score_responses(section, responses)
     scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
-    names = [table[name].combine_chunks() for name in ("prompt_id", "sample_id")]
-    result = pa.Table.from_arrays([*names, *columns(scores)], schema=REWARD)
+    result = with_scores(table, scores, REWARD)
     mean = np.mean(result["reward"].drop_null().to_numpy())
     return StageOutput(
         parts=(work.writer.write_table("rewards.arrow", result, REWARD),),

@@ -12,6 +12,7 @@ from storage.errors import StageFailed
 from storage.reader import row_views
 from tasks.config.identity import meaning
 from tasks.config.reward import RewardSection
+from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
@@ -25,21 +26,14 @@ _EXCERPT = 80
 
 
 def responses_of(
-    table: pa.Table, texts: Sequence[str], records: Mapping[str, Mapping[str, Any]], iteration: int
+    table: pa.Table, codec: TextCodec, records: Mapping[str, Mapping[str, Any]], iteration: int
 ) -> list[Response]:
     """The responses of a table with `prompt_id`, `sample_id`, `response_tokens` and `finish_reason`."""
+    tokens, named = table["response_tokens"], ("prompt_id", "sample_id", "finish_reason")
     rows = zip(
-        table["prompt_id"].to_pylist(),
-        table["sample_id"].to_pylist(),
-        texts,
-        table["finish_reason"].to_pylist(),
-        row_views(table["response_tokens"]),
-        strict=True,
+        *(table[name].to_pylist() for name in named), codec.decode_column(tokens), row_views(tokens), strict=True
     )
-    return [
-        Response(records[name], text, name, number, iteration, finish, tokens)
-        for name, number, text, finish, tokens in rows
-    ]
+    return [Response(records[one], text, one, number, iteration, end, ids) for one, number, end, text, ids in rows]
 
 
 def scored_by(section: RewardSection, sources: Mapping[str, str]) -> str:
@@ -98,6 +92,15 @@ def columns(scores: Sequence[Score]) -> list[pa.Array]:
     ]
 
 
+def with_scores(
+    table: pa.Table, scores: Sequence[Score], schema: pa.Schema, more: Mapping[str, pa.Array] | None = None
+) -> pa.Table:
+    """The table of scores in a schema, whose other columns are those of `table` and `more`."""
+    every = dict(zip(COLUMNS, columns(scores), strict=True)) | (more or {})
+    every = {name: every[name] if name in every else table[name].combine_chunks() for name in schema.names}
+    return pa.Table.from_arrays(list(every.values()), schema=schema)
+
+
 def metrics(scores: Sequence[Score]) -> dict[str, float]:
     """Counts of what has no score, and the mean of each component over the scores that have it. `unscored` is the sum
     of `errors`, `non_finite` (the function returned such a number) and `timeouts`."""
@@ -117,14 +120,10 @@ def metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 def _chosen(places: Sequence[int], scores: Sequence[Score | None]) -> list[int]:
     """Examples, of different reasons first."""
-    seen: set[str | None] = set()
-    order: list[tuple[bool, int]] = []
+    first: dict[str | None, int] = {}
     for place in places:
-        score = scores[place]
-        reason = score.reason if score is not None else None
-        order.append((reason in seen, place))
-        seen.add(reason)
-    return [place for _, place in sorted(order)[:EXAMPLES]]
+        first.setdefault(score.reason if (score := scores[place]) is not None else None, place)
+    return list(dict.fromkeys([*first.values(), *places]))[:EXAMPLES]
 
 
 def _example(response: Response, score: Score | None) -> str:

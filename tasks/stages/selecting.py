@@ -2,8 +2,7 @@
 
 Only the kept samples of one rollout and of one share are in memory at a time. What grows with the selection are the
 names of its parts and sources, eight bytes for each kept sample if duplicates are dropped, and the ids of the prompts
-if samples are scored again.
-"""
+if samples are scored again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,5 +1,6 @@
 """Engines that serve the weights of an iteration: found so, or brought to it, with the same proof as a weight sync."""
 
+from tasks.engine.protocol import EngineIdentity
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import local_copy, release, trainers
 from tasks.stages.names import Stage
@@ -35,8 +36,8 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
     recorded, or they did not arrive."""
     release(context, trainers(context, prepared))
     engines = engines_of(context, prepared)
-    wanted = (served.weight_version, served.weights_digest)
-    lacking = {number: engine for number, engine in enumerate(engines) if _holds(engine) != wanted}
+    wanted = EngineIdentity(weight_version=served.weight_version, weights_digest=served.weights_digest)
+    lacking = {number: engine for number, engine in enumerate(engines) if engine.identity() != wanted}
     if not lacking:
         return engines
     context.outbox.settle()  # the state to load may not be stored yet
@@ -49,8 +50,3 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
             deliver(context, lacking, group, version, expected, folder)
     release(context, group)
     return engines
-
-
-def _holds(engine: EngineHandle) -> tuple[int | None, str | None]:
-    held = engine.identity()
-    return held.weight_version, held.weights_digest

@@ -1,8 +1,7 @@
 """The one rule of every stage: already committed from the same inputs means done; else do the work, then commit.
 
 A train state may be stored behind the stages that follow. Its stage then returns a manifest that is yet to be
-published, and what is made from it is published after it, in the order of an outbox.
-"""
+published, and what is made from it is published after it, in the order of an outbox."""
 
 import inspect
 import os
@@ -16,7 +15,7 @@ from typing import Concatenate, cast
 
 from pydantic import JsonValue
 
-from storage import kill_points, layout, meter
+from storage import kill_points, meter
 from storage.backends.root import Root
 from storage.errors import CommitConflict, RatchetError
 from storage.kill_points import Point
@@ -97,7 +96,7 @@ class StageFunction[**P, V: View]:
                 done = committed(context, iteration, self.stage, digests)
                 if done is not None:
                     return Performed(self.view(done), reused=True)
-                kill_points.reached(Point.STARTED, _key(writer))
+                kill_points.reached(Point.STARTED, writer.manifest_key)
                 attempt = Attempt.begin(context, writer)
                 output = self._body(Work(context, iteration, writer), *inputs)  # pyright: ignore[reportCallIssue]
                 return self._commit(context, writer, attempt.manifest(output, digests), output)
@@ -177,28 +176,18 @@ def _publish(
     writer: PartWriter, manifest: Manifest, store: Callable[[], tuple[Part, ...]] | None, fence: Fence | None
 ) -> Manifest:
     try:
-        return _published(writer, manifest, store, fence)
+        if store is not None:
+            clock = time.perf_counter()
+            parts = store()
+            metrics = {**manifest.metrics, "upload_seconds": time.perf_counter() - clock}
+            manifest = manifest.model_copy(update={"parts": parts, "metrics": metrics})
+        kill_points.reached(Point.PARTS_DONE, writer.manifest_key)
+        published = commit(writer.root, manifest, fence)
+        kill_points.reached(Point.COMMITTED, writer.manifest_key)
     except RatchetError as error:  # it may be raised where a later stage waits
         error.during = f"the storing of {writer.stage} of iteration {writer.iteration}"
         raise
-
-
-def _published(
-    writer: PartWriter, manifest: Manifest, store: Callable[[], tuple[Part, ...]] | None, fence: Fence | None
-) -> Manifest:
-    if store is not None:
-        clock = time.perf_counter()
-        parts = store()
-        metrics = {**manifest.metrics, "upload_seconds": time.perf_counter() - clock}
-        manifest = manifest.model_copy(update={"parts": parts, "metrics": metrics})
-    kill_points.reached(Point.PARTS_DONE, _key(writer))
-    published = commit(writer.root, manifest, fence)
-    kill_points.reached(Point.COMMITTED, _key(writer))
     return published
-
-
-def _key(writer: PartWriter) -> str:
-    return layout.manifest_key(writer.run, writer.iteration, writer.stage, writer.revision)
 
 
 def _process() -> str:

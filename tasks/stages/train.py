@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from storage.selection import SHARE
-from tasks.config.retrain import RetrainSection
-from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved, trainers
 from tasks.stages.names import Stage
@@ -47,7 +45,8 @@ def _retrained(
     work: Work, prepared: Prepared, selected: Selected, rescored: Rescored | None, state: Trained
 ) -> StageOutput:
     shares = selected.shares
-    number = _section(work.config).share(work.iteration, len(shares), work.config.run.seed)
+    assert work.config.retrain is not None, "a run without [retrain] has another loop"
+    number = work.config.retrain.share(work.iteration, len(shares), work.config.run.seed)
     samples = read_selected(work.root, shares[number], None if rescored is None else rescored.of(number))
     usable = samples.rewards[samples.usable]
     metrics = {"reward_mean": float(usable.mean())} if len(usable) else {}
@@ -77,11 +76,6 @@ def _trained(
         metrics["process_to_gradient_s"] = time.time() - group.began
     rng = "reseeded" if generators == "reseeded" else "continued"
     return saved(work, group, {**facts, "rng": rng}, metrics)
-
-
-def _section(config: RunConfig) -> RetrainSection:
-    assert config.retrain is not None, "a run without [retrain] has another loop"
-    return config.retrain
 
 
 @stage(Stage.TRAIN, ("prepare",), Trained)

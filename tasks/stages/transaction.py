@@ -55,10 +55,6 @@ class Delivery:
         }
 
 
-def unnoted(_point: Point) -> None:
-    """Note nothing."""
-
-
 def deliver(
     context: RunContext,
     engines: Mapping[int, EngineHandle],
@@ -66,7 +62,7 @@ def deliver(
     version: int,
     expected: str | None = None,
     stored: Path | None = None,
-    noted: Callable[[Point], object] = unnoted,
+    noted: Callable[[Point], object] = lambda _: None,
 ) -> Delivery:
     """Bring the weights that the trainer ranks hold, or those of a stored state, into all of these engines, in place.
     Until the first commit nothing serves the new weights. An engine that was not written to serves the old ones if this
@@ -144,7 +140,8 @@ class _Update:
             landed=min(one.landed for one in arrived.values()),
             exchanges=max(one.exchanges for one in planned),
             seconds={
-                **_with_pause(clock.seconds),
+                **clock.seconds,
+                "pause": sum(clock.seconds[step] for step in ("send", "verify", "commit")),
                 **_parts("send", sent),
                 **_parts("receive", list(arrived.values())),
             },
@@ -164,22 +161,18 @@ class _Update:
 
     def _plan(self, version: int, arena_bytes: int) -> list[Planned]:
         """Plans of all ranks, made while the engines look at their models."""
-
-        def planning() -> list[Planned]:
-            return self.group.results(self.group.submit(TrainerProtocol.plan_weights, version, arena_bytes))
-
-        planned, *_ = at_once([planning, *(engine.survey_model for engine in self.engines.values())])
-        return planned
+        planning = self.group.submit(TrainerProtocol.plan_weights, version, arena_bytes)
+        surveying = (engine.survey_model for engine in self.engines.values())
+        return at_once([partial(self.group.results, planning), *surveying])[0]
 
     def _prepare(self, planned: Planned) -> None:
         plan, digest = planned.plan or "", planned.digest
         tensor, in_flight = self.context.config.engine.tensor, self.context.config.sync.in_flight
-        computed = at_once(
-            [
-                partial(engine.prepare_update, plan, digest, self.channel, place * tensor, in_flight)
-                for place, engine in enumerate(self.engines.values())
-            ]
-        )
+        calls = [
+            partial(engine.prepare_update, plan, digest, self.channel, place * tensor, in_flight)
+            for place, engine in enumerate(self.engines.values())
+        ]
+        computed = at_once(calls)
         for number, found in zip(self.engines, computed, strict=True):
             if found != digest:
                 raise SyncMismatch(
@@ -202,11 +195,8 @@ class _Update:
 
     def _move(self, sending: Pending[list[Sent]]) -> tuple[list[Sent], dict[int, Arrived]]:
         """Receive what is sent; a failure on either side makes all others stop."""
-        receiving = [engine.receive_update for engine in self.engines.values()]
-        sent, *arrived = at_once(
-            [partial(self.group.results, sending), *receiving],
-            lambda error: fail(self.channel.folder, _reason(error)),
-        )
+        calls = [partial(self.group.results, sending), *(engine.receive_update for engine in self.engines.values())]
+        sent, *arrived = at_once(calls, lambda error: fail(self.channel.folder, _reason(error)))
         return sent, dict(zip(self.engines, arrived, strict=True))
 
     def _commit(self, version: int, digest: str) -> None:
@@ -225,21 +215,13 @@ def _reason(error: BaseException) -> str:
     return str(error) or "the weight sync was interrupted"
 
 
-def _with_pause(seconds: dict[str, float]) -> dict[str, float]:
-    return {**seconds, "pause": sum(seconds[step] for step in ("send", "verify", "commit"))}
-
-
 def _parts(side: str, processes: Sequence[Sent] | Sequence[Arrived]) -> dict[str, float]:
     """Durations by activity, of the slowest process."""
     steps = {step for process in processes for step in process.seconds}
     return {f"{side}_{step}": max(process.seconds.get(step, 0.0) for process in processes) for step in sorted(steps)}
 
 
-def unstopped(_error: BaseException) -> None:
-    """Stop nothing."""
-
-
-def at_once(calls: Sequence[Callable[[], Any]], stop: Callable[[BaseException], object] = unstopped) -> list[Any]:
+def at_once(calls: Sequence[Callable[[], Any]], stop: Callable[[BaseException], object] = lambda _: None) -> list[Any]:
     """Results of calls that wait for other processes, made at the same time, in order. `stop` is called as soon as one
     has failed, so that the others do not wait for it. Raises WorkerLost if a process was lost, which explains the
     errors of those that waited for it; else the first error."""

@@ -101,8 +101,7 @@ def _stored_responses(root: Root, run: str, iteration: int, seen: Revisions) -> 
     prepared = need(root, run, 0, Stage.PREPARE, seen)
     table = read_table(root, rollout, ROLLOUT, _NEEDED)
     records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
-    texts = stored_codec(root, Prepared(prepared)).decode_column(table["response_tokens"])
-    return responses_of(table, texts, records, iteration)
+    return responses_of(table, stored_codec(root, Prepared(prepared)), records, iteration)
 
 
 def _stored_rewards(root: Root, run: str, iteration: int, seen: Revisions) -> dict[tuple[str, int], float | None]:

@@ -5,12 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from storage import kill_points, layout
+from storage import kill_points
 from storage.errors import SyncMismatch
-from storage.kill_points import Point
 from tasks.stages.held_state import ensure_state, release, summed
 from tasks.stages.names import Stage
-from tasks.stages.probe import Agreement, Logprobs, agree, check_change, limits, probe_sequences, refuse
+from tasks.stages.probe import Difference, Logprobs, agree, check_change, limits, probe_sequences
 from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.transaction import deliver
@@ -28,15 +27,12 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
     engines = engines_of(context, prepared)
     probe = _Probe(work, engines, probe_sequences(context, prepared))
     before = probe.before()
-    delivery = deliver(context, dict(enumerate(engines)), group, version, noted=partial(_note, work))
+    noted = partial(kill_points.reached, key=work.writer.manifest_key)
+    delivery = deliver(context, dict(enumerate(engines)), group, version, noted=noted)
     agreement = probe.after(group, before, delivery.weights_digest)
     given_up.append(release(context, group))
     return StageOutput(
-        facts={
-            "weight_version": version,
-            "weights_digest": delivery.weights_digest,
-            "cursor": trained.cursor,
-        },
+        facts={"weight_version": version, "weights_digest": delivery.weights_digest, "cursor": trained.cursor},
         metrics={
             **delivery.metrics(),
             "probe_s": probe.seconds,
@@ -45,11 +41,6 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
             **summed(given_up),
         },
     )
-
-
-def _note(work: Work, point: Point) -> None:
-    one = work.writer
-    kill_points.reached(point, layout.manifest_key(one.run, one.iteration, one.stage, one.revision))
 
 
 class _Probe:
@@ -68,7 +59,7 @@ class _Probe:
         self.seconds += time.perf_counter() - clock
         return found
 
-    def after(self, group: TrainerGroup, before: Logprobs | None, weights_digest: str) -> list[Agreement]:
+    def after(self, group: TrainerGroup, before: Logprobs | None, weights_digest: str) -> list[Difference]:
         """Agreement of each engine with the trainer. Where they disagree, no engine samples any more. Raises
         SyncMismatch: they disagree, or the first engine computes as before though the weights are others."""
         clock = time.perf_counter()
@@ -79,7 +70,8 @@ class _Probe:
             if before is not None and self._changed(weights_digest):
                 check_change(before, theirs[0])
         except SyncMismatch as error:
-            refuse(self._engines, str(error))
+            for engine in self._engines:
+                engine.refuse(str(error))
             raise
         self.seconds += time.perf_counter() - clock
         return agreement

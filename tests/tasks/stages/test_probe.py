@@ -7,13 +7,13 @@ from storage.backends.root import open_root
 from storage.errors import SyncMismatch
 from storage.manifest import find, need
 from tasks.stages.names import Stage
-from tasks.stages.probe import Limits, agree, limits
+from tasks.stages.probe import Difference, agree, limits
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallEngine
 
-LIMITS = Limits(mean=1e-3, largest=5e-3)
+LIMITS = Difference(mean=1e-3, largest=5e-3)
 LOGPROBS = [np.array([-0.5, -2.0], dtype=np.float32), np.array([-1.0], dtype=np.float32)]
 
 
@@ -44,11 +44,11 @@ def test_differences_within_the_limits_are_reported():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ([], Limits(1e-3, 5e-3)),
-        (["engine.precision=bf16"], Limits(3e-2, 1e-1)),
-        (["train.precision=bf16"], Limits(3e-2, 1e-1)),
-        (["engine.precision=bf16", "sync.max_difference=0.3"], Limits(3e-2, 3e-1)),
-        (["sync.max_mean_difference=1e-4"], Limits(1e-4, 5e-3)),
+        ([], Difference(1e-3, 5e-3)),
+        (["engine.precision=bf16"], Difference(3e-2, 1e-1)),
+        (["train.precision=bf16"], Difference(3e-2, 1e-1)),
+        (["engine.precision=bf16", "sync.max_difference=0.3"], Difference(3e-2, 3e-1)),
+        (["sync.max_mean_difference=1e-4"], Difference(1e-4, 5e-3)),
     ],
 )
 def test_the_limits_are_those_of_the_coarser_precision_unless_they_are_given(settings, expected):
