@@ -64,26 +64,33 @@ class Backend(Protocol):
     @property
     def size(self) -> int:
         """Number of tokens."""
+        ...
 
     @property
     def special(self) -> Special:
         """Its special tokens."""
+        ...
 
     @property
     def template(self) -> str | None:
         """Its chat template, or all of several; None if it cannot render messages."""
+        ...
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
         """Token ids of each text; with `special`, between the tokens that the tokenizer puts around a text."""
+        ...
 
     def decode(self, rows: list[list[int]]) -> list[str]:
         """Texts of rows of token ids, special tokens included."""
+        ...
 
     def token_id(self, text: str) -> int | None:
         """The id of the token with this text; None if there is none."""
+        ...
 
     def render(self, chat: Chat, answering: bool) -> str:
         """Messages as text; raises InputError."""
+        ...
 
 
 def read_backend(directory: Path) -> Backend:

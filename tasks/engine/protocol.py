@@ -164,6 +164,7 @@ class EngineProtocol(Protocol):
 
     def identity(self) -> EngineIdentity:
         """Identity of the weights that the engine holds."""
+        ...
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """Sample one response for each (prompt, seed), in their order. Log-probabilities are those of the distribution
@@ -171,6 +172,7 @@ class EngineProtocol(Protocol):
         temperature 1. Returns a batch of schema `COMPLETIONS`, one row per prompt. Raises InputError (there is no
         prompt, or one is empty or leaves no room for a response) or SyncMismatch (the last weight update failed, so the
         weights must not be used)."""
+        ...
 
     def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
         """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once. `collect`
@@ -178,6 +180,7 @@ class EngineProtocol(Protocol):
 
     def collect(self, wait_s: float) -> Collected:
         """Sample until a batch is finished, for at most `wait_s` seconds and a step; at once if none is under way."""
+        ...
 
     def drop(self) -> None:
         """Forget every batch that is under way."""
@@ -187,6 +190,7 @@ class EngineProtocol(Protocol):
         of its tokens 1, 2, ...; one entry less than it has tokens. Raises InputError: a sequence is empty or fills the
         whole context (the engine always samples one token more); SyncMismatch: the last weight update failed, so the
         weights must not be used."""
+        ...
 
     def survey_model(self) -> None:
         """Look at the live model of each worker, for an update that trainer ranks are planning meanwhile. What was seen
@@ -201,19 +205,23 @@ class EngineProtocol(Protocol):
         finished ones stay for `collect`, and kept ones are held until the update is committed or aborted. Returns the
         digest of the plan as every worker computed it. Raises SyncMismatch: the plan is not what the live model of a
         worker needs, with the names; or workers disagree with each other or with `digest`."""
+        ...
 
     def receive_update(self) -> Arrived:
         """Receive what was prepared, load it in place, and verify what landed. From the first byte that is written
         until `commit_update` the engine refuses to generate. Called while the trainer ranks send. Raises SyncMismatch:
         a tensor did not arrive, is not loaded, or landed otherwise than it was sent; with its name."""
+        ...
 
     def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
         """Serve what was received: empty the prefix cache and stamp the weights. Returns what `identity` says then.
         Raises SyncMismatch: nothing was received, or not this."""
+        ...
 
     def abort_update(self, reason: str) -> bool:
         """Forget what was prepared. Returns whether the weights of before still serve: not if they were written to;
         then the engine refuses to generate, with that reason, until the next commit. Safe to call at any time."""
+        ...
 
     def refuse(self, reason: str) -> None:
         """Refuse to generate with the weights that are held, with that reason, until the next commit."""
@@ -222,11 +230,13 @@ class EngineProtocol(Protocol):
         """Digest of each tensor of the committed weights by name: of what the live parameters hold now, where kernels
         use them as they were loaded, else as it arrived. Empty if nothing is committed. What is queued stays, and an
         engine that sleeps goes on sleeping: of it, what was committed."""
+        ...
 
     def sleep(self) -> bool:
         """Give the card's memory back until the next call that needs it, as to a trainer on the same card: what is
         queued is dropped, weights go to memory of the host, and the key-value cache is emptied. Returns whether it
         does; not if it was started without `EngineSpec.sleeps`, as on CPU: then nothing happens."""
+        ...
 
     def wake(self) -> None:
         """Take the card's memory again, with the weights of before; calls that need it do so by themselves."""

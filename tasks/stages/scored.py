@@ -96,7 +96,7 @@ def with_scores(
     table: pa.Table, scores: Sequence[Score], schema: pa.Schema, more: Mapping[str, pa.Array] | None = None
 ) -> pa.Table:
     """The table of scores in a schema, whose other columns are those of `table` and `more`."""
-    every = dict(zip(COLUMNS, columns(scores), strict=True)) | (more or {})
+    every = {**dict(zip(COLUMNS, columns(scores), strict=True)), **(more or {})}
     every = {name: every[name] if name in every else table[name].combine_chunks() for name in schema.names}
     return pa.Table.from_arrays(list(every.values()), schema=schema)
 
