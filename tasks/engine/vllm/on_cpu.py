@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tasks.engine.vllm.counter import gumbel
+from tasks.engine.vllm.counter import choose
 
-_ENTRIES = 1 << 20  # of the vocabulary, over rows, whose noise is computed at once
+_ENTRIES = 1 << 16  # of the vocabulary, over rows, whose log-probabilities are computed at once
 
 
 class Worker(CPUWorker):
@@ -28,7 +29,7 @@ class Worker(CPUWorker):
 
 
 class Draw(TopKTopPSampler):
-    """Adds the noise of each row to its logits. The likeliest token is the sampled one."""
+    """Chooses the token with the largest sum of logit and noise."""
 
     seeds: NDArray[np.int64] | None = None
     """One for each row of this step; None while vLLM warms up."""
@@ -43,14 +44,25 @@ class Draw(TopKTopPSampler):
         p: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = apply_top_k_top_p(logits, k, p)
-        noisy = logits if self.seeds is None else logits + self._noise(self.seeds, logits.shape[1])
-        return noisy.argmax(dim=-1), logits.log_softmax(dim=-1, dtype=torch.float32)
+        if self.seeds is None:
+            return logits.argmax(dim=-1), logits
+        return torch.from_numpy(choose(logits.numpy(), self.seeds, self.positions)), logits
 
-    def _noise(self, seeds: NDArray[np.int64], vocabulary: int) -> torch.Tensor:
-        size = max(1, _ENTRIES // vocabulary)
-        parts = [slice(first, first + size) for first in range(0, len(seeds), size)]
-        noise = [gumbel(seeds[part], self.positions[part], vocabulary) for part in parts]
-        return torch.from_numpy(np.concatenate(noise))
+
+class ChosenSampler(Sampler):
+    """Computes log-probabilities of chosen tokens only, where vLLM gathers them, and no ranks."""
+
+    @staticmethod
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        assert not num_logprobs
+        tokens, size = token_ids.unsqueeze(-1), max(1, _ENTRIES // logprobs.shape[1])
+        parts = zip(logprobs.split(size), tokens.split(size), strict=True)
+        found = [part.log_softmax(dim=-1, dtype=torch.float32).gather(-1, chosen) for part, chosen in parts]
+        return LogprobsTensors(tokens.to(torch.int32), torch.cat(found), tokens.new_zeros(len(tokens)))
 
 
 class Runner(CPUModelRunner):
@@ -59,10 +71,15 @@ class Runner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._draw = Draw(self.model_config.logprobs_mode)
+        self.sampler = ChosenSampler(self.model_config.logprobs_mode)
         self.sampler.topk_topp_sampler = self._draw
+        self._names: list[str] = []
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
-        how = [self.requests[name].sampling_params for name in self.input_batch.req_ids]
-        self._draw.seeds = np.array([(one.seed if one else None) or 0 for one in how], dtype=np.int64)
-        self._draw.positions = self.optimistic_seq_lens_cpu[: len(how)].numpy().astype(np.int64) - 1
+        names = self.input_batch.req_ids
+        if names != self._names:
+            how = [self.requests[name].sampling_params for name in names]
+            self._draw.seeds = np.array([(one.seed if one else None) or 0 for one in how], dtype=np.int64)
+            self._names = list(names)
+        self._draw.positions = self.optimistic_seq_lens_cpu[: len(names)].numpy().astype(np.int64) - 1
         return super()._sample(logits, spec_decode_metadata)

@@ -1,21 +1,31 @@
-"""vLLM's second model runner, without work for each request in a step that has the same requests as the one before.
+"""vLLM's second model runner, without work for each request in a step that has the same requests as the one before,
+and with a sampler that computes nothing but tokens and their log-probabilities.
 
 Imports vLLM's code for cards. It takes the place of the runner of `Worker` on CUDA.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.input_batch import InputBatch, combine_sampled_and_draft_tokens, prepare_pos_seq_lens
+from vllm.v1.worker.gpu.input_batch import (
+    InputBatch,
+    combine_sampled_and_draft_tokens,
+    get_num_sampled_and_rejected,
+    prepare_pos_seq_lens,
+)
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
+from tasks.engine.vllm.draw import draw
 from tasks.engine.vllm.steps import Arrays, Step
 
 
@@ -50,12 +60,58 @@ class Sampled(AsyncModelRunnerOutput):
         )
 
 
+class Chosen(LogprobsTensors):
+    """Log-probabilities of the chosen tokens; only these go to the host."""
+
+    def to_cpu_nonblocking(self) -> LogprobsTensors:
+        found = self.logprobs.to("cpu", non_blocking=True)
+        return LogprobsTensors(found, found, found)  # of no use here, the others
+
+
+class ChosenSampler(Sampler):
+    """Draws by the counter, for requests that ask for log-probabilities of chosen tokens only, or for none."""
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        at, rows = input_batch.logits_indices, input_batch.expanded_idx_mapping
+        positions, inputs = input_batch.positions[at], input_batch.input_ids[at]
+        kept = self.apply_sampling_params(
+            logits, rows, input_batch.idx_mapping_np, positions, inputs, input_batch.expanded_local_pos
+        )
+        states = self.sampling_states
+        tokens, logprobs = draw(kept, rows, states.seeds.gpu, positions, states.temperature.gpu)
+        sampled, rejected = get_num_sampled_and_rejected(
+            input_batch.seq_lens.new_ones(input_batch.num_reqs),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        wanted = self.returns_logprobs(input_batch.idx_mapping_np)
+        return SamplerOutput(
+            sampled_token_ids=tokens[:, None],
+            logprobs_tensors=Chosen(tokens[:, None], logprobs[:, None], tokens) if wanted else None,
+            num_nans=None,
+            num_sampled=sampled,
+            num_rejected=rejected,
+        )
+
+
 class Runner(GPUModelRunner):
     """Uses the arrays of the step before again, and counts computed tokens itself."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._before: tuple[int, BatchExecutionDescriptor, InputBatch] | None = None
+
+    def load_model(self, load_dummy_weights: bool = False, *arguments: Any, **options: Any) -> None:
+        super().load_model(load_dummy_weights, *arguments, **options)
+        self.sampler = ChosenSampler(
+            max_num_reqs=self.max_num_reqs,
+            vocab_size=self.vocab_size,
+            device=self.device,
+            req_states=self.req_states,
+            logprobs_mode=self.model_config.logprobs_mode,
+        )
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.scheduled_new_reqs:
