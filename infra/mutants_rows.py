@@ -84,8 +84,8 @@ ROWS = (
         "cards-have-their-own-noise",
         "the kernel for cards counts from the token, not from the one before",
         "tasks/engine/vllm/draw.py",
-        "zero + position.to(tl.uint32)",
-        "zero + 1 + position.to(tl.uint32)",
+        "second = zero + position.to(tl.uint32)",
+        "second = zero + 1 + position.to(tl.uint32)",
         _COUNTER,
     ),
     Mutant(

@@ -33,7 +33,7 @@ def draw(
         (S,) int64, and (S,) float32, nat.
     """
     count, vocabulary = logits.shape
-    tiles = triton.cdiv(vocabulary, _TILE)
+    tiles = -(-vocabulary // _TILE)
     # best sum, its token, largest logit, sum of exponentials below it: of each tile
     parts = torch.empty((count, 3, tiles), dtype=torch.float32, device=logits.device)
     best = torch.empty((count, tiles), dtype=torch.int32, device=logits.device)
@@ -41,11 +41,11 @@ def draw(
     logprobs = torch.empty(count, dtype=torch.float32, device=logits.device)
     _tile_kernel[(count, tiles)](
         parts, best, logits, logits.stride(0), rows, seeds, positions, temperatures, vocabulary, tiles,
-        size=_TILE, num_warps=8,
+        size=_TILE, num_warps=8,  # pyright: ignore[reportCallIssue] - Triton's own
     )  # fmt: skip
     _choice_kernel[(count,)](
         tokens, logprobs, parts, best, logits, logits.stride(0), vocabulary, tiles,
-        padded=triton.next_power_of_2(tiles), num_warps=1,
+        padded=triton.next_power_of_2(tiles), num_warps=1,  # pyright: ignore[reportCallIssue]
     )  # fmt: skip
     return tokens, logprobs
 
@@ -61,7 +61,7 @@ def _noise(word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _four(line: tl.tensor, entry: tl.tensor, vocabulary: tl.tensor) -> tl.tensor:
+def _four(line: tl.tensor, entry: tl.tensor, vocabulary: tl.tensor) -> tuple[tl.tensor, ...]:
     """Logits of the entries for the words of counters."""
     e1, e2, e3 = entry + _LANE, entry + 2 * _LANE, entry + 3 * _LANE
     l0 = tl.load(line + entry, mask=entry < vocabulary, other=float("-inf")).to(tl.float32)
@@ -103,7 +103,8 @@ def _tile_kernel(
         seed, position = tl.load(seeds + row), tl.load(positions + sample)
         first = counters.to(tl.uint32)
         zero = first * 0
-        w0, w1, w2, w3 = tl.philox(seed, first, zero + position.to(tl.uint32), zero, zero)
+        second = zero + position.to(tl.uint32)
+        w0, w1, w2, w3 = tl.philox(seed, first, second, zero, zero)  # pyright: ignore[reportGeneralTypeIssues]
         l0, l1, l2, l3 = l0 + _noise(w0), l1 + _noise(w1), l2 + _noise(w2), l3 + _noise(w3)
     value = _largest(l0, l1, l2, l3)
     last = vocabulary - 1  # where no logit is a number
