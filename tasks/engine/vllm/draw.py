@@ -95,7 +95,7 @@ def _tile_kernel(
     row = tl.load(rows + sample)
     counters = tile * (size // 4) + tl.arange(0, size // 4)
     entry = (counters // _LANE) * (4 * _LANE) + counters % _LANE  # of the first word
-    l0, l1, l2, l3 = _four(logits + sample * stride, entry, vocabulary)
+    l0, l1, l2, l3 = _four(logits + sample * stride, entry, vocabulary)  # pyright: ignore[reportGeneralTypeIssues]
     largest = _largest(l0, l1, l2, l3)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.sum(tl.exp(l0 - base) + tl.exp(l1 - base) + tl.exp(l2 - base) + tl.exp(l3 - base), axis=0)
@@ -104,7 +104,7 @@ def _tile_kernel(
         first = counters.to(tl.uint32)
         zero = first * 0
         second = zero + position.to(tl.uint32)
-        w0, w1, w2, w3 = tl.philox(seed, first, second, zero, zero)  # pyright: ignore[reportGeneralTypeIssues]
+        w0, w1, w2, w3 = tl.philox(seed, first, second, zero, zero)
         l0, l1, l2, l3 = l0 + _noise(w0), l1 + _noise(w1), l2 + _noise(w2), l3 + _noise(w3)
     value = _largest(l0, l1, l2, l3)
     last = vocabulary - 1  # where no logit is a number
