@@ -47,8 +47,8 @@ MODELS: tuple[Mutant, ...] = (
         "gelu-passes",
         "an activation that vLLM does not have passes",
         "tasks/model_checks/keys.py",
-        '    "hidden_act": only("silu"),\n',
-        '    "hidden_act": only("silu", "gelu"),\n',
+        '"hidden_act": only("silu"),\n',
+        '"hidden_act": only("silu", "gelu"),\n',
         (_KEYS,),
     ),
     Mutant(

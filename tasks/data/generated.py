@@ -5,8 +5,9 @@ This needs neither torch nor a download; the same seed gives the same bytes."""
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,7 @@ def character_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def model_config(spec: GeneratedModel) -> dict[str, object]:
+def model_config(spec: GeneratedModel) -> dict[str, Any]:
     """The model's config.json, in the fields of `transformers.Qwen3Config`."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -139,32 +140,38 @@ def _demonstrations(train: list[Record], section: GeneratedAddition, rng: random
     return shown
 
 
-def shapes(spec: GeneratedModel) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the model's weights, in the order in which they are drawn."""
-    hidden, queries, keys = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield "model.embed_tokens.weight", (spec.vocabulary, hidden)
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.self_attn.q_proj.weight", (queries, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
-        yield f"{prefix}.self_attn.q_norm.weight", (spec.head_dim,)
-        yield f"{prefix}.self_attn.k_norm.weight", (spec.head_dim,)
-        yield f"{prefix}.mlp.gate_proj.weight", (spec.intermediate, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (spec.intermediate, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, spec.intermediate)
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+def shapes(facts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor of a Llama, Mistral, Qwen2 or Qwen3 with this config.json, in the order in which
+    those of a generated model are drawn."""
+    hidden, heads, inner, name = (
+        facts[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size", "architectures")
+    )
+    size = int(facts.get("head_dim") or hidden // heads)
+    queries, keys = heads * size, int(facts.get("num_key_value_heads") or heads) * size
+    yield "model.embed_tokens.weight", (facts["vocab_size"], hidden)
+    for layer in range(facts["num_hidden_layers"]):
+        before = f"model.layers.{layer}."
+        for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{before}self_attn.{part}_proj.weight", (rows, hidden)
+            if name[0] == "Qwen2ForCausalLM":
+                yield f"{before}self_attn.{part}_proj.bias", (rows,)
+            if name[0] == "Qwen3ForCausalLM" and part != "v":
+                yield f"{before}self_attn.{part}_norm.weight", (size,)
+        yield f"{before}self_attn.o_proj.weight", (hidden, queries)
+        yield f"{before}mlp.gate_proj.weight", (inner, hidden)
+        yield f"{before}mlp.up_proj.weight", (inner, hidden)
+        yield f"{before}mlp.down_proj.weight", (hidden, inner)
+        yield f"{before}input_layernorm.weight", (hidden,)
+        yield f"{before}post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
-    if not spec.tied_embeddings:
-        yield "lm_head.weight", (spec.vocabulary, hidden)
+    if not facts.get("tie_word_embeddings"):
+        yield "lm_head.weight", (facts["vocab_size"], hidden)
 
 
 def _weights(spec: GeneratedModel, seed: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Random matrices; the vectors are norms, which begin as ones."""
     rng = np.random.default_rng([seed, 1])
-    for name, shape in shapes(spec):
+    for name, shape in shapes(model_config(spec)):
         if len(shape) == 1:
             yield name, np.ones(shape, dtype=np.float32)
         else:

@@ -13,7 +13,7 @@ from storage.errors import InputError
 from tasks.config.credentials import referenced
 from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
-from tasks.data.generated import generate_model, shapes
+from tasks.data.generated import generate_model, model_config, shapes
 from tasks.data.hub import INDEX, TEXT_FILES, cache_folder, cached, fetch, hub_id, is_hub_id
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -148,7 +148,7 @@ def copy_files(source: str, directory: Path, wanted: Callable[[str], bool]) -> l
 def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:
     """The number of weights; `facts` are those of config.json. Raises InputError: the files cannot be listed."""
     if section.generate is not None:
-        return sum(math.prod(shape) for _, shape in shapes(section.generate))
+        return sum(math.prod(shape) for _, shape in shapes(model_config(section.generate)))
     kind = str(facts.get("dtype") or facts.get("torch_dtype") or "float32").removeprefix("torch.")
     folder = open_model(section)
     sizes = folder.files()

@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError, SyncMismatch
+from tasks.engine import protocol
 from tasks.engine.protocol import (
     COMPLETIONS,
     Arrived,
@@ -23,7 +24,6 @@ from tasks.engine.protocol import (
     Sampling,
     TokenIds,
     unusable_weights,
-    weights_digest,
 )
 from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.plan import WeightPlan, text_digest
@@ -89,17 +89,14 @@ class BaseEngine(EngineProtocol, ABC):
         """New weights are served from now on; anything that was computed with the old ones is to be forgotten."""
 
     def identity(self) -> EngineIdentity:
-        """See `EngineProtocol.identity`."""
         return EngineIdentity(weight_version=None, weights_digest=None) if self._unusable else self._identity
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
-        """See `EngineProtocol.generate`."""
         self.drop()
         self.enqueue(0, prompts, seeds, sampling)
         return self._sampled(self._queue.pop()).completions
 
     def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
-        """See `EngineProtocol.enqueue`."""
         self._check_usable()
         if not len(prompts):
             raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
@@ -107,19 +104,16 @@ class BaseEngine(EngineProtocol, ABC):
         self._queue.append(_Queued(number, prompts, seeds, sampling))
 
     def collect(self, wait_s: float) -> Collected:
-        """See `EngineProtocol.collect`."""
         if self._queue and not self._finished and self._update is None:
             self._finished.append(self._sampled(self._queue.pop(0)))
         finished, self._finished = self._finished, []
         return Collected(finished, sum(one.completions.num_rows for one in finished))
 
     def drop(self) -> None:
-        """See `EngineProtocol.drop`."""
         self._queue.clear()
         self._finished.clear()
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
-        """See `EngineProtocol.score`."""
         self._check_usable()
         self.spec.check_lengths(sequences, "sequence")
         self.drop()
@@ -131,7 +125,6 @@ class BaseEngine(EngineProtocol, ABC):
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:
-        """See `EngineProtocol.prepare_update`."""
         made, found = WeightPlan.model_validate_json(plan), text_digest(plan)
         if found != digest:
             raise SyncMismatch(f"the plan of the weight update has the digest {found}, not {digest}: sync again")
@@ -144,7 +137,6 @@ class BaseEngine(EngineProtocol, ABC):
         return found
 
     def receive_update(self) -> Arrived:
-        """See `EngineProtocol.receive_update`."""
         if self._update is None:
             raise SyncMismatch("no weight update was prepared, so none can be received; sync the weights again")
         live, began, digests = self.parameters(), time.monotonic(), dict[str, str]()
@@ -159,8 +151,7 @@ class BaseEngine(EngineProtocol, ABC):
         return self._arrived
 
     def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
-        """See `EngineProtocol.commit_update`."""
-        if self._arrived is None or _digest_of(self._arrived) != weights_digest:
+        if self._arrived is None or protocol.weights_digest(self._arrived.digests) != weights_digest:
             raise SyncMismatch(f"weights {weights_digest} were not received, so they cannot be served; sync them again")
         self._identity = EngineIdentity(weight_version=version, weights_digest=weights_digest)
         self._committed, self._update, self._arrived, self._unusable = self._arrived.digests, None, None, None
@@ -168,7 +159,6 @@ class BaseEngine(EngineProtocol, ABC):
         return self._identity
 
     def abort_update(self, reason: str) -> bool:
-        """See `EngineProtocol.abort_update`."""
         if self._update is not None:
             self._update, self._unusable = None, reason if self._unusable else None
         if self._unusable:
@@ -176,21 +166,16 @@ class BaseEngine(EngineProtocol, ABC):
         return self._unusable is None
 
     def refuse(self, reason: str) -> None:
-        """See `EngineProtocol.refuse`."""
         self.drop()
         self._unusable = reason
 
     def held(self) -> dict[str, str]:
-        """See `EngineProtocol.held`."""
         if self.identity().weights_digest is None:
             return {}
-        now = self._digests(self._landed)
-        return {
-            name: arrived if now[name] == self._landed[name] else now[name] for name, arrived in self._committed.items()
-        }
+        now, kept = self._digests(self._landed), self._committed.items()
+        return {name: arrived if now[name] == self._landed[name] else now[name] for name, arrived in kept}
 
     def sleep(self) -> bool:
-        """See `EngineProtocol.sleep`."""
         return False
 
     def wake(self) -> None:
@@ -244,10 +229,6 @@ class BaseEngine(EngineProtocol, ABC):
     def _check_usable(self) -> None:
         if self._unusable:
             raise unusable_weights(self._unusable)
-
-
-def _digest_of(arrived: Arrived) -> str:
-    return weights_digest(arrived.digests)
 
 
 @contextmanager

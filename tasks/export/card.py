@@ -19,7 +19,7 @@ def model_card(
     config: RunConfig, lineage: WeightsLineage, prepared: Manifest, evaluated: Manifest | None, precision: Precision
 ) -> str:
     """Card as Markdown, with the metadata that the hub reads."""
-    rows = dict(_rows(config, lineage, evaluated, precision))
+    inputs = sorted(prepared.parts, key=lambda part: (not part.name.startswith(MODEL), part.name))  # the model first
     return "\n".join(
         [
             "---",
@@ -29,21 +29,18 @@ def model_card(
             "",
             "Trained by reinforcement learning with Ratchet.",
             "",
-            *_table(rows),
+            *_table(dict(_rows(config, lineage, evaluated, precision))),
             "",
             "## Made from",
-            *_table({part.name: f"xxh3-128 `{part.digest}`, {part.bytes} bytes" for part in _inputs(prepared)}),
+            *_table({part.name: f"xxh3-128 `{part.digest}`, {part.bytes} bytes" for part in inputs}),
             "",
         ]
     )
 
 
 def _metadata(config: RunConfig) -> dict[str, Any]:
-    known = {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["ratchet", config.train.policy.method],
-    }
+    tags = ["ratchet", config.train.policy.method]
+    known = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     source = config.model.source or ""
     return {**known, **({"base_model": hub_id(source).name} if is_hub_id(source) else {})}
 
@@ -78,14 +75,5 @@ def _rows(
                 yield name, f"{value:.4f}"
 
 
-def _inputs(prepared: Manifest) -> list[Any]:
-    """The base model's files, then the prompts."""
-    return sorted(prepared.parts, key=lambda part: (not part.name.startswith(MODEL), part.name))
-
-
 def _table(rows: Mapping[str, str]) -> list[str]:
-    return [
-        "| | |",
-        "| --- | --- |",
-        *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()),
-    ]
+    return ["| | |", "| --- | --- |", *(f"| {name} | {text.replace('|', r'\|')} |" for name, text in rows.items())]

@@ -9,11 +9,10 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from storage.backends.root import Root
 from storage.errors import DigestMismatch
@@ -23,6 +22,7 @@ from storage.ownership.scratch import scratch
 from storage.parts import materialize, read_part
 from storage.upkeep.lineage import of_weights
 from tasks.config.stored import stored_config
+from tasks.data.hub import INDEX, is_weights
 from tasks.engine.protocol import weights_digest
 from tasks.export.card import model_card
 from tasks.export.choice import Chosen
@@ -37,7 +37,6 @@ from trainer_core.state.saved import SavedState
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.packing import dtype_name
 
-INDEX = "model.safetensors.index.json"
 _ALIGNMENT = 8
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
@@ -110,10 +109,8 @@ _WRITTEN: dict[Precision, tuple[torch.dtype, str]] = {"fp32": (torch.float32, "F
 _CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.md"
 
 
-class Exported(BaseModel):
+class Exported(BaseModel, frozen=True, extra="forbid"):
     """Result of an export."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     iteration: int
@@ -141,9 +138,8 @@ def export(
     with _opened(root, chosen) as (weights, state, model_config):
         written = precision or state.facts.precision
         types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
-        planned = [
-            ShardTensor(n, s, types[n][1]) for e in weights.entries for n, s in zip(e.names, e.shapes, strict=True)
-        ]
+        named = [pair for e in weights.entries for pair in zip(e.names, e.shapes, strict=True)]
+        planned = [ShardTensor(name, shape, types[name][1]) for name, shape in named]
         shards = planned_shards(planned, limit)
         target.begin()
         digests: dict[str, str] = {}
@@ -182,14 +178,10 @@ def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", Saved
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
         materialize(root, trained, folder / "state", STATE, needed_for_weights)
         state = SavedState(folder / "state", weights_alone=True)
-        yield _weights(folder, state, int(model_config["vocab_size"])), state, model_config
+        prepare("cpu")
+        from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
 
-
-def _weights(folder: Path, state: SavedState, vocab_size: int) -> "StoredWeights":
-    prepare("cpu")
-    from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
-
-    return StoredWeights(folder, state, vocab_size)
+        yield StoredWeights(folder, state, int(model_config["vocab_size"])), state, model_config
 
 
 def _streamed(
@@ -214,7 +206,9 @@ def _compare(chosen: Chosen, found: str) -> None:
 def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, model_config: dict) -> None:
     """Write everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
     prepared = chosen.manifest(Stage.PREPARE, 0)
-    texts = {part.name.removeprefix(MODEL): read_part(root, part) for part in _texts(prepared)}
+    model = {part.name.removeprefix(MODEL): part for part in prepared.parts if part.name.startswith(MODEL)}
+    others = {name: part for name, part in model.items() if name != _CONFIG and not is_weights(name)}
+    texts = {name: read_part(root, part) for name, part in others.items()}
     texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
     for name, text in texts.items():
         target.write(name, text)
@@ -222,12 +216,6 @@ def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Pr
     lineage = of_weights(root, WORKFLOW, chosen.run, chosen.iteration)
     evaluated = chosen.find(Stage.EVALUATE, chosen.iteration)
     target.write(_CARD, model_card(config, lineage, prepared, evaluated, precision).encode())
-
-
-def _texts(prepared: Manifest) -> Sequence:
-    weights = (".safetensors", ".safetensors.index.json")
-    own = [part for part in prepared.parts if part.name.startswith(MODEL) and not part.name.endswith(weights)]
-    return [part for part in own if part.name != MODEL + _CONFIG]
 
 
 def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """Folder of an export, on any fsspec filesystem. `config.json` is written last: without it there is no model."""
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -116,13 +117,11 @@ class ExportFolder:
 
     def _check(self, names: Sequence[str]) -> None:
         for name in names:
-            found, expected = xxhash.xxh3_128(), self.digests[name]
             with self.fs.open(f"{self.path}/{name}", "rb") as file:
-                while block := file.read(_BLOCK):
-                    found.update(block)
-            if found.hexdigest() != expected:
+                found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+            if found != self.digests[name]:
                 raise StorageError(
-                    f"{self.shown}/{name} is damaged: xxh3-128 {found.hexdigest()} was read, {expected} was written. "
+                    f"{self.shown}/{name} is damaged: xxh3-128 {found} was read, {self.digests[name]} was written. "
                     "Export again to another folder"
                 )
 

@@ -119,6 +119,11 @@ def _is_text(kind: pa.DataType) -> bool:
 
 _INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
 _TOKENS = Kind("a list of integers", pa.list_(_INT), frozenset([int]), pa.types.is_integer, listed=True)
+_SCORED, _NAMED = frozenset([int, float, bool]), frozenset([str, int])
+_SCORE = Kind(
+    "a number, a truth value or null", _FLOAT, _SCORED, lambda t: _is_number(t) or pa.types.is_boolean(t), optional=True
+)
+_NAME = Kind("a text or an integer", _TEXT, _NAMED, lambda t: _is_text(t) or pa.types.is_integer(t))
 _INTEGER = Kind("an integer", _INT, frozenset([int]), pa.types.is_integer)
 _NUMBER = Kind("a number", _FLOAT, frozenset([int, float]), _is_number)
 
@@ -126,16 +131,8 @@ KINDS = {
     "prompt_tokens": _TOKENS,
     "response_tokens": _TOKENS,
     "logprobs": Kind("a list of numbers", pa.list_(_FLOAT), frozenset([int, float]), _is_number, listed=True),
-    "reward": Kind(
-        "a number, a truth value or null",
-        _FLOAT,
-        frozenset([int, float, bool]),
-        lambda kind: _is_number(kind) or pa.types.is_boolean(kind),
-        optional=True,
-    ),
-    "prompt_id": Kind(
-        "a text or an integer", _TEXT, frozenset([str, int]), lambda kind: _is_text(kind) or pa.types.is_integer(kind)
-    ),
+    "reward": _SCORE,
+    "prompt_id": _NAME,
     "sample_id": _INTEGER,
     "finish_reason": Kind("a text", _TEXT, frozenset([str]), _is_text),
     "weight_version": _INTEGER,

@@ -3,6 +3,7 @@
 Such a run has no model or prompts, so it cannot be continued. Its token ids must be those of the model that is to be
 trained on them."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, JsonValue
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -28,10 +29,8 @@ from tasks.importing.rows import UNKNOWN, ImportOrder, SampleRows, check_tempera
 from tasks.stages.names import Stage
 
 
-class Imported(BaseModel):
+class Imported(BaseModel, frozen=True, extra="forbid"):
     """Result of an import."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     iterations: int
@@ -45,10 +44,8 @@ class Imported(BaseModel):
     """Column of the files by property."""
 
 
-class ImportRecord(BaseModel):
+class ImportRecord(BaseModel, frozen=True, extra="forbid"):
     """Content of `run.json` of imported samples."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     imported: tuple[str, ...]
     """Names of the files, without their folders."""
@@ -69,7 +66,9 @@ def import_samples(root: Root, order: ImportOrder) -> Imported:
     committed)."""
     check_run_name(order.run)
     check_not_removed(root, order.run)
-    _check_columns(order)
+    for name, column in order.columns.items():
+        if name not in KINDS:
+            raise InputError(f"--map {name}={column}: a sample has no {name}, only {', '.join(KINDS)}")
     check_temperature(order.temperature)
     with local_files(order.files) as places:
         root.check_writable()
@@ -100,12 +99,6 @@ def _store(root: Root, order: ImportOrder, record: ImportRecord, places: Sequenc
     )
 
 
-def _check_columns(order: ImportOrder) -> None:
-    for name, column in order.columns.items():
-        if name not in KINDS:
-            raise InputError(f"--map {name}={column}: a sample has no {name}, only {', '.join(KINDS)}")
-
-
 def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
     key = layout.run_config_key(run)
     if root.exists(key):
@@ -134,8 +127,7 @@ class _Samples:
 
     def check(self) -> None:
         """Raises InputError: they cannot be used. Nothing is kept or stored."""
-        for _ in self.tables(1):
-            pass
+        deque(self.tables(1), maxlen=0)
         if not self.groups:
             raise InputError(f"{self.place.file}: there are no samples in it")
 
@@ -213,8 +205,12 @@ class _File:
 
     def read(self) -> None:
         """Store its rows as parts."""
-        for samples, scores in self.samples.tables(self.iteration):
-            self._store(samples, scores)
+        for number, (samples, scores) in enumerate(self.samples.tables(self.iteration)):
+            name, written = f"{number:05d}.arrow", self._writer(Stage.ROLLOUT)
+            self.sampled.append(written.write_table(f"samples-{name}", samples, ROLLOUT))
+            self.scores.append(self._writer(Stage.REWARD).write_table(f"rewards-{name}", scores, REWARD))
+            self.scored += scores.num_rows - scores["reward"].null_count
+            self.rows += samples.num_rows
 
     def commit(self, config_digest: str, fence: Fence) -> None:
         """Publish them, and their scores if they have any."""
@@ -224,23 +220,11 @@ class _File:
             inputs = {"rollout": rollout.digest}
             commit(self.root, self._manifest(Stage.REWARD, config_digest, self.scores, {}, inputs), fence)
 
-    def _store(self, samples: pa.Table, scores: pa.Table) -> None:
-        number = len(self.sampled)
-        self.sampled.append(self._writer(Stage.ROLLOUT).write_table(f"samples-{number:05d}.arrow", samples, ROLLOUT))
-        self.scores.append(self._writer(Stage.REWARD).write_table(f"rewards-{number:05d}.arrow", scores, REWARD))
-        self.scored += scores.num_rows - scores["reward"].null_count
-        self.rows += samples.num_rows
-
     def _writer(self, stage: Stage) -> PartWriter:
         return PartWriter(self.root, self.samples.order.run, self.iteration, stage)
 
     def _manifest(
-        self,
-        stage: Stage,
-        config_digest: str,
-        parts: Sequence[Part],
-        facts: dict[str, JsonValue],
-        inputs: dict[str, str],
+        self, stage: Stage, digest: str, parts: Sequence[Part], facts: dict[str, JsonValue], inputs: dict[str, str]
     ) -> Manifest:
         return Manifest(
             run=self.samples.order.run,
@@ -249,7 +233,7 @@ class _File:
             schema_fingerprint=fingerprint(ROLLOUT if stage == Stage.ROLLOUT else REWARD),
             parts=tuple(parts),
             inputs=inputs,
-            config_digest=config_digest,
+            config_digest=digest,
             code_version=code_version(),
             facts=facts,
             writer="ratchet import",

@@ -44,23 +44,26 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
     key, the model's size and the numbers that fit."""
     check_stages(parallel, facts["num_hidden_layers"])
     divisors = (
-        ("attention heads", "tensor", facts["num_attention_heads"], parallel.tensor),
-        ("key-value heads", "tensor", key_value_heads(facts), parallel.tensor),
-        ("intermediate size", "tensor", facts["intermediate_size"], parallel.tensor),
+        ("attention heads", facts["num_attention_heads"]),
+        ("key-value heads", key_value_heads(facts)),
+        ("intermediate size", facts["intermediate_size"]),
     )
-    for what, key, amount, ranks in divisors:
-        if amount % ranks:
+    for what, amount in divisors:
+        if amount % parallel.tensor:
             fitting = [number for number in range(1, min(amount, 64) + 1) if amount % number == 0]
             raise InputError(
-                f"the model's {what} ({amount}) cannot be divided by train.parallel.{key} = {ranks}: choose one of "
-                f"{fitting}"
+                f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}: choose "
+                f"one of {fitting}"
             )
     check_experts(parallel, experts_of(facts))
 
 
 def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> None:
     """Refuse a head size that the engine cannot compute. Raises InputError: naming the size and those that work."""
-    size = head_size(facts)
+    if facts.get("kv_lora_rank"):  # multi-latent attention: the engine's kernels see a query
+        size = int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
+    else:
+        size = int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])
     if device == "cpu" and size not in CPU_HEAD_SIZES:
         raise InputError(
             f"{where} has heads of {size} (head_dim), for which vLLM has no attention on CPU: use a model with one of "
@@ -71,13 +74,6 @@ def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> Non
 def key_value_heads(facts: Mapping[str, Any]) -> int:
     """Number of heads of keys and values."""
     return int(facts.get("num_key_value_heads") or facts["num_attention_heads"])
-
-
-def head_size(facts: Mapping[str, Any]) -> int:
-    """Size of one head; with multi-latent attention that of a query, which the engine's kernels see."""
-    if facts.get("kv_lora_rank"):
-        return int(facts["qk_nope_head_dim"]) + int(facts["qk_rope_head_dim"])
-    return int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])
 
 
 KNOWN_TO_BOTH = frozenset(

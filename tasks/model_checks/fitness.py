@@ -57,19 +57,15 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
             check_full_attention(facts, where)
     heads, parts = facts["num_attention_heads"], config.engine.tensor
     if config.retrain is None and heads % parts:
-        raise InputError(
-            f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}: choose a "
-            "smaller one"
-        )
+        fact = f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}"
+        raise InputError(f"{fact}: choose a smaller one")
     if unused := without_effect(config.train, _without_experts(facts), "train."):
         raise InputError(f"{where}: {'; '.join(unused)}")
     check_head_size(facts, device, where)
     check_window(facts, config.train.max_length, where)
     context = int(facts["max_position_embeddings"])
-    for name, length in (
-        ("engine.max_model_len", config.engine.max_model_len),
-        ("train.max_length", config.train.max_length),
-    ):
+    lengths = {"engine.max_model_len": config.engine.max_model_len, "train.max_length": config.train.max_length}
+    for name, length in lengths.items():
         if length > context:
             raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
 

@@ -36,12 +36,11 @@ def only(*values: Any, absent: str | None = None) -> Obeyed:
 def whole(*tried: Any, least: int = 1, absent: str | None = None) -> Obeyed:
     """Whole numbers from `least` on, and null if it is tried."""
     words = f"a whole number of at least {least}{' or null' * (None in tried)}"
-    return Obeyed(
-        words,
-        lambda value, _: (type(value) is int and value >= least) or (value is None and None in tried),
-        tried,
-        absent,
-    )
+
+    def holds(value: Any, _: Table) -> bool:
+        return None in tried if value is None else type(value) is int and value >= least
+
+    return Obeyed(words, holds, tried, absent)
 
 
 def number(*tried: Any, least: float = 0.0, absent: str | None = None) -> Obeyed:
@@ -119,26 +118,14 @@ WITHOUT_EFFECT = frozenset(
 """Keys of every architecture that change no log-probability."""
 
 _EVERYWHERE: Mapping[str, Obeyed] = {
-    "vocab_size": whole(101),
-    "hidden_size": whole(128),
-    "intermediate_size": whole(96),
-    "num_hidden_layers": whole(3),
-    "num_attention_heads": whole(8),
-    "max_position_embeddings": whole(256),
-    "rms_norm_eps": number(1e-2, 1e-5),
-    "tie_word_embeddings": only(True, False),
-    "hidden_act": only("silu"),
-    "attention_bias": only(False),
-    "mlp_bias": only(False),
-    "rope_theta": number(1e6, 500.0),
-    "partial_rotary_factor": only(1.0),
-    "logit_scale": only(1.0),
-    "is_causal": only(True),
-    "is_encoder_decoder": only(False),
-    "add_cross_attention": only(False),
-    "pruned_heads": only({}, None),
+    "vocab_size": whole(101), "hidden_size": whole(128), "intermediate_size": whole(96),
+    "num_hidden_layers": whole(3), "num_attention_heads": whole(8), "max_position_embeddings": whole(256),
+    "rms_norm_eps": number(1e-2, 1e-5), "tie_word_embeddings": only(True, False), "hidden_act": only("silu"),
+    "attention_bias": only(False), "mlp_bias": only(False), "rope_theta": number(1e6, 500.0),
+    "partial_rotary_factor": only(1.0), "logit_scale": only(1.0), "is_causal": only(True),
+    "is_encoder_decoder": only(False), "add_cross_attention": only(False), "pruned_heads": only({}, None),
     "quantization_config": only(None),
-}
+}  # fmt: skip
 _ALL_FULL = Obeyed('"full_attention" for each layer', _all_full, (None,))
 _NO_WINDOW: Mapping[str, Obeyed] = {"sliding_window": only(None), "layer_types": _ALL_FULL}
 _WINDOW_UNUSED: Mapping[str, Obeyed] = {
@@ -165,28 +152,16 @@ _LATENT: Mapping[str, Obeyed] = {
         "the sum of qk_nope_head_dim and qk_rope_head_dim",
         lambda value, table: value == table.get("qk_nope_head_dim", 0) + table.get("qk_rope_head_dim", 0),
     ),
-    "q_lora_rank": whole(24, None),
-    "kv_lora_rank": whole(16),
-    "qk_rope_head_dim": whole(8),
-    "qk_nope_head_dim": whole(16),
-    "v_head_dim": whole(12),
-    "rope_interleave": only(True),
-    "first_k_dense_replace": whole(0, 1, 2, least=0),
-    "n_routed_experts": whole(8),
-    "num_local_experts": alias_of("n_routed_experts"),
-    "n_shared_experts": whole(2),
-    "num_experts_per_tok": whole(3, least=2),
-    "moe_intermediate_size": whole(48),
-    "moe_layer_freq": only(1),
-    "n_group": whole(2, 1),
-    "topk_group": whole(2, 1),
-    "routed_scaling_factor": number(0.5, 1.0),
-    "norm_topk_prob": only(True),
-    "scoring_func": only("sigmoid", absent='vLLM then computes "softmax"'),
+    "q_lora_rank": whole(24, None), "kv_lora_rank": whole(16), "qk_rope_head_dim": whole(8),
+    "qk_nope_head_dim": whole(16), "v_head_dim": whole(12), "rope_interleave": only(True),
+    "first_k_dense_replace": whole(0, 1, 2, least=0), "n_routed_experts": whole(8),
+    "num_local_experts": alias_of("n_routed_experts"), "n_shared_experts": whole(2),
+    "num_experts_per_tok": whole(3, least=2), "moe_intermediate_size": whole(48), "moe_layer_freq": only(1),
+    "n_group": whole(2, 1), "topk_group": whole(2, 1), "routed_scaling_factor": number(0.5, 1.0),
+    "norm_topk_prob": only(True), "scoring_func": only("sigmoid", absent='vLLM then computes "softmax"'),
     "topk_method": only("noaux_tc", absent="vLLM then leaves the routers' biases out"),
-    "num_nextn_predict_layers": only(0),
-    "num_mtp_layers": only(0),
-}
+    "num_nextn_predict_layers": only(0), "num_mtp_layers": only(0),
+}  # fmt: skip
 _QWEN: Mapping[str, Obeyed] = {**_EVERYWHERE, **_WINDOW_UNUSED}
 
 KEYS: Mapping[str, Mapping[str, Obeyed]] = {
@@ -244,24 +219,20 @@ KEYS: Mapping[str, Mapping[str, Obeyed]] = {
 _FACTOR = number(4.0, 1.5, least=1.0, absent="it is the scaling")
 _OF_EVERY_ROPE: Mapping[str, Obeyed] = {"rope_theta": number(1e6, 500.0), "partial_rotary_factor": only(1.0)}
 _YARN: Mapping[str, Obeyed] = {
-    "factor": _FACTOR,
-    "original_max_position_embeddings": whole(16, 32),
-    "beta_fast": number(4, 32),
-    "beta_slow": number(2, 1),
-    "truncate": only(False, True),
+    "factor": _FACTOR, "original_max_position_embeddings": whole(16, 32), "beta_fast": number(4, 32),
+    "beta_slow": number(2, 1), "truncate": only(False, True),
     # vLLM reads neither: its factor of cosine and sine depends on `factor` alone
     "attention_factor": Obeyed(
         "null or 0.1 ln(factor) + 1, which vLLM and Megatron compute with", _usual_attention, (None,)
     ),
-    "mscale": only(None),
-    "mscale_all_dim": only(None),
-}
+    "mscale": only(None), "mscale_all_dim": only(None),
+}  # fmt: skip
 _LLAMA3: Mapping[str, Obeyed] = {
     "factor": number(8.0, 32, least=1.0, absent="it is the scaling"),
     "low_freq_factor": only(1.0, absent="transformers asks for it"),
     "high_freq_factor": only(4.0, absent="transformers asks for it"),
     "original_max_position_embeddings": only(8192, absent="transformers then has max_position_embeddings"),
-}
+}  # fmt: skip
 _LATENT_YARN: Mapping[str, Obeyed] = {
     **_YARN,
     "truncate": only(True),
