@@ -9,8 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tasks.config.model import GeneratedModel
-from tasks.data.generated import generate_model
-from tasks.model_checks.weights import expected_shapes
+from tasks.data.generated import generate_model, shapes
 
 Change = Callable[[Path], object]
 
@@ -113,6 +112,6 @@ def in_hub_cache(home: Path, name: str, revision: str = "main") -> Path:
 
 def fill_weights(directory: Path) -> None:
     """Write the weights that a directory's config.json describes, all zero."""
-    shapes = dict(expected_shapes(json.loads((directory / "config.json").read_text())))
-    tensors = {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes.items()}
+    facts = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": False}
+    tensors = {name: np.zeros(shape, dtype=np.float32) for name, shape in shapes(facts)}
     save_file(tensors, directory / "model.safetensors")
