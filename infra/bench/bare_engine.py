@@ -39,10 +39,15 @@ class Took(BaseModel):
     """Seconds on the wall clock."""
     processor_s: float
     """Processor time of all processes of the side."""
-    tokens: int
-    """Response tokens."""
+    lengths: list[int]
+    """Tokens of each response."""
     runner: Runner
     """The model runner of the side."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(self.lengths)
 
 
 def processor_seconds(process: psutil.Process) -> float:
@@ -80,9 +85,9 @@ def main() -> None:
         prompts: list[Any] = [{"prompt_token_ids": prompt} for prompt in requests.prompts]
         clock, used = time.perf_counter(), processor_seconds(this)
         outputs = engine.generate(prompts, _parameters(requests), use_tqdm=False)
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
         seconds, processor_s = time.perf_counter() - clock, processor_seconds(this) - used
-        took = Took(seconds=seconds, processor_s=processor_s, tokens=tokens, runner=runner)
+        took = Took(seconds=seconds, processor_s=processor_s, lengths=lengths, runner=runner)
         sys.stdout.write(f"{ANSWER}{took.model_dump_json()}\n")
         sys.stdout.flush()
 

@@ -75,7 +75,7 @@ def memory(
 def rollout(
     *,
     case: Annotated[CaseName | None, Parameter(help="Model and responses; by default the one for the device.")] = None,
-    pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
+    pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 7,
     samples: Annotated[int | None, Parameter(help="Samples of a round; by default the case's.")] = None,
     tokens: Annotated[int | None, Parameter(help="Most tokens of a response; by default the case's.")] = None,
     json: Json = False,

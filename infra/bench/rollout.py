@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from infra.bench.bare_engine import ANSWER, Requests, Took, processor_seconds
 from infra.bench.cases import CASES, Case, CaseName
+from infra.bench.memory_limit import bandwidth, bytes_read
 from storage.errors import InputError, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings, child_python_path, engine_environment
@@ -32,7 +33,7 @@ from trainer_core.config import Device
 
 _GROUP = 8  # samples of a prompt
 _SAMPLES: dict[CaseName, int] = {"tiny": 256, "0.75b": 512, "4b": 256}
-_CACHE_MIB: dict[CaseName, int] = {"tiny": 64, "0.75b": 30 << 10, "4b": 20 << 10}  # of two engines on a card
+_CACHE_MIB: dict[CaseName, int] = {"tiny": 64, "0.75b": 32 << 10, "4b": 20 << 10}  # of two engines on a card
 _CACHE_MIB_APART: dict[CaseName, int] = {"tiny": 64, "0.75b": 62 << 10, "4b": 55 << 10}  # of an engine on a card
 _MEAN_SHARE = 4  # mixed responses have a quarter of the most tokens on average
 
@@ -57,6 +58,9 @@ class Lengths(BaseModel):
     """Largest minus smallest of these ratios."""
     wall_ratio: float
     """The ratio by the wall clock."""
+    memory_share: float | None
+    """Ratchet's rate over the one at which the card's memory could give the weights once a step and the keys and values
+    of each token; None on CPU."""
 
 
 class RolloutBench(BaseModel):
@@ -74,6 +78,8 @@ class RolloutBench(BaseModel):
     """Most tokens of a response."""
     pairs: int
     """Rounds of each side, in turns."""
+    bandwidth: float | None
+    """Of the card's memory, in bytes a second, as it copies; None on CPU."""
     runner: Runner
     """vLLM's model runner in Ratchet's engine."""
     bare_runner: Runner
@@ -115,6 +121,7 @@ def bench_rollout(
     count = samples or _SAMPLES[name]
     with tempfile.TemporaryDirectory() as folder:
         generate_model(Path(folder), case.model, seed=0)
+        bytes_per_s = bandwidth(settings) if device == "cuda" else None
         config = _config(folder, name, case, count, apart=len(settings.gpus) > 1)
         with (
             Fleet("bench", config, Cluster(settings)) as fleet,
@@ -131,10 +138,11 @@ def bench_rollout(
         samples=count,
         tokens=case.response,
         pairs=pairs,
+        bandwidth=bytes_per_s,
         runner=runner,
         bare_runner=equal[1][0].runner,
-        equal=_lengths(equal, device),
-        mixed=_lengths(mixed, device),
+        equal=_lengths(equal, device, case, bytes_per_s),
+        mixed=_lengths(mixed, device, case, bytes_per_s),
     )
 
 
@@ -186,8 +194,8 @@ def _ours(engine: EngineHandle, device: Device) -> Side:
         clock, before = time.perf_counter(), used()
         sample([engine], batches, requests.sampling, lambda _, completions: found.append(completions))
         seconds, processor_s = time.perf_counter() - clock, used() - before
-        tokens = sum(int(one["response_tokens"].value_lengths().to_numpy().sum()) for one in found)
-        return Took(seconds=seconds, processor_s=processor_s, tokens=tokens, runner=runner)
+        lengths = [one["response_tokens"].value_lengths().to_numpy() for one in found]
+        return Took(seconds=seconds, processor_s=processor_s, lengths=np.concatenate(lengths).tolist(), runner=runner)
 
     return run
 
@@ -228,7 +236,7 @@ def _race(sides: Sequence[Side], requests: Requests, pairs: int) -> list[list[To
     return [list(took) for took in zip(*rounds, strict=True)]
 
 
-def _lengths(race: list[list[Took]], device: Device) -> Lengths:
+def _lengths(race: list[list[Took]], device: Device, case: Case, bytes_per_s: float | None) -> Lengths:
     def rate(took: Took) -> float:
         return took.tokens / (took.processor_s if device == "cpu" else took.seconds)
 
@@ -237,6 +245,10 @@ def _lengths(race: list[list[Took]], device: Device) -> Lengths:
 
     def ratios(other: int, of: Callable[[Took], float]) -> list[float]:
         return [of(ours) / of(theirs) for ours, theirs in zip(race[0], race[other], strict=True)]
+
+    def share(took: Took) -> float:
+        read = bytes_read(case.model, case.precision, case.prompt, np.array(took.lengths))
+        return read / (bytes_per_s or 1.0) / took.seconds
 
     ours, seeded, plain = (statistics.median(map(rate, side)) for side in race)
     return Lengths(
@@ -248,4 +260,5 @@ def _lengths(race: list[list[Took]], device: Device) -> Lengths:
         plain_ratio=statistics.median(ratios(2, rate)),
         plain_ratio_spread=float(np.ptp(ratios(2, rate))),
         wall_ratio=statistics.median(ratios(1, wall)),
+        memory_share=None if bytes_per_s is None else statistics.median(map(share, race[0])),
     )

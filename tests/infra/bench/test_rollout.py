@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import psutil
 import pytest
 
 from infra.bench.cases import CASES
+from infra.bench.memory_limit import bytes_read
 from infra.bench.rollout import _requests, bench_rollout
 from storage.errors import InputError
 
@@ -50,3 +52,10 @@ def test_mixed_responses_have_a_quarter_of_the_most_tokens_on_average(name):
     mean = case.model.vocabulary / len(mixed.sampling.stop_token_ids)
     assert mean == pytest.approx(case.response / 4, rel=0.05)
     assert len({tuple(prompt) for prompt in mixed.prompts}) == 3
+
+
+def test_bytes_read_are_weights_of_each_step_and_what_each_token_finds_in_the_cache():
+    model = CASES["tiny"].model.model_copy(update={"layers": 1, "hidden": 2, "intermediate": 3, "vocabulary": 5})
+    heads = (4 + 2) * 32 * 2 * 2  # queries and output, keys and values
+    weights, cached = heads + 3 * 2 * 3 + 5 * 2, 2 * 2 * 32
+    assert bytes_read(model, "bf16", 7, np.array([1, 3])) == 2 * (3 * weights + (7 + 7 + 8 + 9) * cached)
