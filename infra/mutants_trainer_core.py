@@ -96,8 +96,8 @@ TRAINER_CORE = (
         "experts-as-the-bridge-likes",
         "the auxiliary loss that megatron-bridge switches on stays on",
         "trainer_core/model/settings.py",
-        '"moe_aux_loss_coeff": config.auxiliary_loss,',
-        '"moe_aux_loss_coeff": provider.moe_aux_loss_coeff,',
+        '["moe_aux_loss_coeff"] = config.auxiliary_loss',
+        '["moe_aux_loss_coeff"] = provider.moe_aux_loss_coeff',
         _EFFECTIVE,
     ),
     Mutant(

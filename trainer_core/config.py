@@ -53,16 +53,8 @@ class ParallelConfig(Frozen):
                 f"expert {self.expert} times expert_tensor {self.expert_tensor or self.tensor} is {shards}, which does "
                 f"not divide the {self.tensor * self.replicas} ranks of tensor, context and data"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _virtual_stages_need_a_pipeline(self) -> "ParallelConfig":
         if self.virtual_pipeline is not None and self.pipeline == 1:
             raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs a pipeline of at least 2 ranks")
-        return self
-
-    @model_validator(mode="after")
-    def _uneven_stages_need_a_pipeline(self) -> "ParallelConfig":
         for name, layers in (("first", self.layers_first_stage), ("last", self.layers_last_stage)):
             if layers is not None and self.pipeline == 1:
                 raise ValueError(f"layers_{name}_stage {layers} needs a pipeline of at least 2 ranks")

@@ -4,7 +4,6 @@ megatron-bridge's registry says which names a stored tensor becomes. Its convers
 to a whole tensor is done here. Tensors come one after another: none is held longer than the caller does.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -103,9 +102,12 @@ class StoredWeights:
 
     def _split(self, mapping: Any, name: str) -> Callable[[torch.Tensor], Tensors]:
         if type(mapping) is maps.QKVMapping:
-            return functools.partial(_query_key_value, self._config)
+            config = self._config
+            return lambda one: tuple((maps.split_qkv_biases if one.ndim == 1 else maps.split_qkv_weights)(config, one))
         if type(mapping) is maps.GatedMLPMapping:
-            return _halves
+            return lambda fused: tuple(
+                fused.chunk(2)
+            )  # the gate's rows come first, whatever the layout that saved them
         if type(mapping) is maps.RMSNorm2ZeroCenteredRMSNormMapping:
             return lambda weight: (weight + 1,)
         if type(mapping) in _UNCHANGED and not vars(mapping).get("permute_dims"):
@@ -122,15 +124,6 @@ def _numbered(stored: str, numbers: tuple[int, ...]) -> str:
     rest = iter(numbers)
     name = _STACKED.sub(lambda found: f"{found['before']}.{next(rest)}.{found['after']}", stored)
     return _EXPERTS.sub(lambda found: f"{found['before']}.{found['after']}{next(rest)}", name)
-
-
-def _query_key_value(config: Any, fused: torch.Tensor) -> Tensors:
-    return tuple((maps.split_qkv_biases if fused.ndim == 1 else maps.split_qkv_weights)(config, fused))
-
-
-def _halves(fused: torch.Tensor) -> Tensors:
-    """The gate's rows come before the up projection's, whatever the layout that saved them."""
-    return tuple(fused.chunk(2))
 
 
 def _names(param: str | dict[str, str]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
-from trainer_core.model.replay import graphs
+from trainer_core.model.replay import Graphs, Recorders
 from trainer_core.phases.policy import PolicyPhase
 from trainer_core.phases.reference import Reference
 from trainer_core.phases.supervised import SupervisedPhase
@@ -42,7 +42,8 @@ class Trainer(TrainerProtocol):
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
-        self._passes = Passes(self._model, self._mesh, limits, graphs() if self._model.graphs else None)
+        recorders = Recorders(Graphs(), Graphs()) if self._model.graphs else None
+        self._passes = Passes(self._model, self._mesh, limits, recorders)
         self._saver = Saver(self._model, self._mesh)
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
@@ -67,8 +68,7 @@ class Trainer(TrainerProtocol):
             self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
-        self._generators = "continued"
-        self._step = 0
+        self._generators, self._step = "continued", 0
 
     def load(self, directory: Path) -> LoadedState:
         self._changes()
@@ -192,37 +192,30 @@ class Trainer(TrainerProtocol):
             raise
 
     def _send_stored(self, update: Update | None, digest: str, channel: Channel, directory: Path) -> Sent:
-        weights = self._stored_weights(directory)
-        self._agree(weights if isinstance(weights, RatchetError) else None, channel)
-        assert isinstance(weights, Reference)  # all ranks agree that they have read them
         identity, self._identity = self._identity, None
-        with weights.in_place():
-            sent = self._sent(update, digest, channel)
+        found: Reference | RatchetError
+        try:
+            self._checked_facts(directory)
+            found = Reference(directory, self._model)
+        except RatchetError as error:
+            found = error
+        self._identity = identity  # what was read has left the live weights as they were
+        self._agree(found if isinstance(found, RatchetError) else None, channel)
+        assert isinstance(found, Reference)  # all ranks agree that they have read them
+        self._identity = None
+        with found.in_place():
+            try:
+                sent = self._send(update, digest, channel)
+            except RatchetError as error:
+                sent = error
         self._identity = identity  # the live weights are back
         if isinstance(sent, RatchetError):
             raise sent
         return sent
 
-    def _stored_weights(self, directory: Path) -> Reference | RatchetError:
-        identity, self._identity = self._identity, None
-        try:
-            self._checked_facts(directory)
-            found: Reference | RatchetError = Reference(directory, self._model)
-        except RatchetError as error:
-            found = error
-        self._identity = identity  # what was read has left the live weights as they were
-        return found
-
-    def _sent(self, update: Update | None, digest: str, channel: Channel) -> Sent | RatchetError:
-        try:
-            return self._send(update, digest, channel)
-        except RatchetError as error:
-            return error
-
     def _changes(self) -> None:
         """Forget the identity and the plan: the weights are about to change."""
-        self._identity = None
-        self._update = None
+        self._identity, self._update = None, None
 
     def _checked_facts(self, directory: Path) -> StateFacts:
         """Facts of a saved state whose weights this trainer can hold; raises as `load`."""

@@ -67,6 +67,13 @@ class Setting[Config, Live]:
         return read(config)
 
 
+def _of_experts(
+    name: str, read: Callable[[Any], Value], wanted: Callable[[TrainerConfig], Value] | None = None
+) -> Setting[TrainerConfig, Built]:
+    """A setting of the layers with experts."""
+    return Setting(name, lambda live: {read(one) for one in _experts(live)}, wanted, everywhere=False)
+
+
 MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     Setting("parallel.tensor", lambda live: _tensor_ranks(live)),
     Setting("parallel.pipeline", lambda live: {_groups_of(block).pp.size() for block in _of(live, TransformerBlock)}),
@@ -102,37 +109,29 @@ MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     Setting(
         "megatron.output_gradient_accumulation_fusion", lambda live: _values(live.outputs, *_FUSED), everywhere=False
     ),
-    Setting("parallel.expert", lambda live: {one.ep_group.size() for one in _experts(live)}, everywhere=False),
+    _of_experts("parallel.expert", lambda one: one.ep_group.size()),
     Setting(
         "parallel.expert_tensor",
         lambda live: _tensor_ranks(live, of_experts=True),
         lambda config: config.parallel.expert_tensor or config.parallel.tensor,
         everywhere=False,
     ),
-    Setting(
-        "experts: dispatcher",
-        lambda live: {type(one.token_dispatcher).__name__ for one in _experts(live)},
-        lambda _: "MoEAlltoAllTokenDispatcher",
-        everywhere=False,
+    _of_experts(
+        "experts: dispatcher", lambda one: type(one.token_dispatcher).__name__, lambda _: "MoEAlltoAllTokenDispatcher"
     ),
-    Setting(
-        "experts.auxiliary_loss",
-        lambda live: {one.config.moe_aux_loss_coeff for one in _experts(live)},
-        everywhere=False,
-    ),
-    Setting(
-        "experts.bias_update_rate",
-        lambda live: {one.config.moe_router_bias_update_rate for one in _experts(live)},
-        everywhere=False,
-    ),
+    _of_experts("experts.auxiliary_loss", lambda one: one.config.moe_aux_loss_coeff),
+    _of_experts("experts.bias_update_rate", lambda one: one.config.moe_router_bias_update_rate),
 )
 
 
-def _of_parameters(name: str, read: Callable[[dict[str, Any]], Value]) -> Setting[OptimizerConfig, Sequence[Any]]:
-    """A setting of the groups of parameters of the innermost optimizers, which take the steps."""
+def _of_parameters(
+    name: str, read: Callable[[dict[str, Any]], Value], has: Callable[[dict[str, Any]], object] = bool
+) -> Setting[OptimizerConfig, Sequence[Any]]:
+    """A setting of the groups of parameters of the innermost optimizers, which take the steps: norms and biases have no
+    weight decay."""
     return Setting(
         f"optimizer.{name}",
-        lambda parts: {read(group) for part in parts for group in part.optimizer.param_groups},
+        lambda parts: {read(group) for part in parts for group in part.optimizer.param_groups if has(group)},
         everywhere=False,
     )
 
@@ -143,7 +142,7 @@ OPTIMIZER: tuple[Setting[OptimizerConfig, Sequence[Any]], ...] = (
     _of_parameters("beta1", lambda group: group["betas"][0]),
     _of_parameters("beta2", lambda group: group["betas"][1]),
     _of_parameters("eps", lambda group: group["eps"]),
-    Setting("optimizer.weight_decay", lambda parts: _decays(parts), everywhere=False),
+    _of_parameters("weight_decay", lambda group: group["weight_decay"], lambda group: group["wd_mult"]),
     Setting("optimizer.clip_grad", lambda parts: {one.config.clip_grad for one in parts}),
     Setting(
         "distributed optimizer", lambda parts: {isinstance(one, DistributedOptimizer) for one in parts}, lambda _: True
@@ -269,9 +268,3 @@ def _attention(live: Built) -> set[Value]:
 
 def _experts(live: Built) -> list[Any]:
     return [module for module in live.modules if "token_dispatcher" in vars(module)]
-
-
-def _decays(parts: Sequence[Any]) -> set[Value]:
-    """Weight decay of the matrices: norms and biases have none."""
-    groups = (group for part in parts for group in part.optimizer.param_groups)
-    return {group["weight_decay"] for group in groups if group["wd_mult"]}

@@ -33,14 +33,10 @@ class Residence:
         self._of_optimizer: Tensors = tuple
         self.accumulating = False  # the gradient buffers hold gradients that no update has used yet
 
-    def has(self, kind: Kind) -> bool:
-        """True if it is on the device."""
-        away = {
-            "parameters": self._parameters.released,
-            "gradients": self._gradients_dropped,
-            "optimizer": self._optimizer.released,
-        }
-        return not away[kind]
+    @property
+    def has_parameters(self) -> bool:
+        """True if the parameters are on the device."""
+        return not self._parameters.released
 
     def serve(self, tensors: Tensors) -> None:
         """Take the optimizer's state from `tensors` from now on, and forget that of an earlier optimizer."""
@@ -81,7 +77,7 @@ class Residence:
     def _drop_gradients(self) -> int:
         kinds = ("buffers", "expert_parallel_buffers")  # the wrapper's, not the module's
         buffers = [buffer for chunk in self._chunks for kind in kinds for buffer in vars(chunk)[kind]]
-        size = sum(_storage(buffer.grad_data).nbytes() for buffer in buffers)
+        size = sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
         for chunk in self._chunks:
             chunk.offload_grad_buffers(synchronize=True, empty_cache=False)
         self._gradients_dropped = True
@@ -146,12 +142,8 @@ class _Compartment:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     """Storages of tensors, each once, by address; empty ones have none."""
-    found = (_storage(tensor) for tensor in tensors)
+    found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

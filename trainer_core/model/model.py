@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -111,7 +111,7 @@ class Model:
     def release(self, wanted: MemoryConfig) -> int:
         """Free device memory until it is needed again; returns the bytes. Collective. Raises AccumulationPending:
         gradients are to be dropped that no update has used."""
-        gathering = wanted.offload_parameters and self.residence.has("parameters")
+        gathering = wanted.offload_parameters and self.residence.has_parameters
         with self.weights("readable") if gathering else contextlib.nullcontext():
             return self.residence.release(wanted)
 
@@ -232,12 +232,16 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         rope = vars(bridge.hf_pretrained.config).get("rope_parameters") or {}
         wanted |= provider_settings(provider, rope, config.experts)
         _configure(provider, wanted)
-        modules = _modules(provider)
+        with _refusals():
+            modules = provider.provide_distributed_model(
+                wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
+            )
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
     fuse_accumulation(built, config.megatron)
-    if config.parallel.sequence:
-        _take_all_positions(built.outputs)
+    if config.parallel.sequence:  # predicting positions are known by places in the whole batch, so it is gathered
+        for layer in cast(list[Any], built.outputs):
+            layer.sequence_parallel, layer.allreduce_dgrad = False, True
     balance = prepare_routers(built.modules, balanced=config.experts.auxiliary_loss > 0)
     check_effective(provider, wanted)
     return Model(
@@ -282,38 +286,25 @@ def _configure(provider: GPTModelProvider, wanted: dict[str, Any]) -> None:
         if name not in type(provider).__dataclass_fields__:
             raise InputError(f"Megatron's model configuration has no field {name}; use the pinned megatron-core")
         setattr(provider, name, value)
-    try:
+    with _refusals():
         provider.finalize()
-    except (ValueError, AssertionError) as error:
-        raise _refused(error) from error
     check_effective(provider, wanted)
 
 
-def _modules(provider: GPTModelProvider) -> list[torch.nn.Module]:
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Give a refusal of Megatron that no earlier check has caught the repair."""
     try:
-        modules = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
-        )
-    except AssertionError as error:
-        raise _refused(error) from error
-    return cast(list[torch.nn.Module], modules)
-
-
-def _take_all_positions(outputs: Sequence[Any]) -> None:
-    """Let the output layer take gathered positions: the predicting ones are known by places in the whole batch."""
-    for layer in outputs:
-        layer.sequence_parallel, layer.allreduce_dgrad = False, True
-
-
-def _refused(error: Exception) -> InputError:
-    """Error for a refusal of Megatron that no earlier check has caught."""
-    return InputError(
-        f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or [train.megatron]"
-    )
+        yield
+    except (ValueError, AssertionError) as error:
+        raise InputError(
+            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or "
+            "[train.megatron]"
+        ) from error
 
 
 def _wrap(
-    provider: GPTModelProvider, modules: Sequence[torch.nn.Module], config: MegatronConfig
+    provider: GPTModelProvider, modules: Iterable[torch.nn.Module], config: MegatronConfig
 ) -> tuple[DistributedDataParallel, ...]:
     """Wrap the modules in gradient buffers and set the callbacks of the schedules; once per process."""
     settings = buffer_settings(config)

@@ -34,7 +34,7 @@ class Optimizer:
     @property
     def parts(self) -> list[Any]:
         """Megatron's distributed optimizers, each with its own parameters: usually one, two with experts."""
-        return _parts(self.megatron)
+        return vars(self.megatron).get("chained_optimizers", [self.megatron])
 
     @property
     def updates(self) -> int:
@@ -65,7 +65,7 @@ class Optimizer:
     def allocate(self) -> None:
         """Create the moments before the first update, as saving and loading expect, or bring them back."""
         self._residence.resume("optimizer")
-        for part in _parts(self.megatron):
+        for part in self.parts:
             if not part.optimizer.state:
                 part.init_state_fn(part.optimizer, part.config)
             if isinstance(part.optimizer, torch.optim.AdamW):
@@ -76,7 +76,7 @@ class Optimizer:
         """Set the schedule and Adam's counters of a fresh optimizer as after `updates`. torch's AdamW counts per
         parameter, in place, so that each has its own counter; Transformer Engine's counts per group."""
         self.schedule.step(updates)
-        for part in _parts(self.megatron):
+        for part in self.parts:
             if isinstance(part.optimizer, torch.optim.AdamW):
                 for state in part.optimizer.state.values():
                     state["step"] = torch.tensor(float(updates))
@@ -91,10 +91,6 @@ class Optimizer:
                 yield from group["params"]
             for state in part.optimizer.state.values():
                 yield from (values for name, values in state.items() if name != "step" and torch.is_tensor(values))
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return vars(optimizer).get("chained_optimizers", [optimizer])
 
 
 def _megatron_config(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:

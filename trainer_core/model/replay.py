@@ -72,7 +72,6 @@ class Graphs:
         self._replays: list[tuple[torch.cuda.Event, int]] = []
 
     def first(self, work: Work) -> list[Report]:
-        """See `Recorder.first`."""
         torch.cuda.synchronize()
         self._learn()
         begun, clock = _mark(), time.perf_counter()
@@ -84,12 +83,10 @@ class Graphs:
         return results
 
     def pays(self, left: int, positions: int) -> bool:
-        """See `Recorder.pays`."""
         return self._pace.pays(left, positions)
 
     def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
-        """See `Recorder.record`. Raises RatchetError: something in it waits for the device, or allocates outside
-        torch."""
+        """Raises RatchetError: something in it waits for the device, or allocates outside torch."""
         graph, clock = torch.cuda.CUDAGraph(), time.perf_counter()
         torch.cuda.synchronize()
         try:
@@ -118,11 +115,6 @@ class Graphs:
         self._replays = []
 
 
-def graphs() -> Recorders:
-    """Recorders of CUDA graphs without measurements."""
-    return Recorders(scoring=Graphs(), training=Graphs())
-
-
 def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:
     """Run all micro-batches of a pass, of one shape, and record one of them if that pays. The first runs unrecorded: it
     creates plans of kernels and tables of rotations."""
@@ -148,24 +140,26 @@ def _mark() -> torch.cuda.Event:
     return event
 
 
+_OWN = ("tokens", "positions", "predicting", "targets", "weights", "count")
+
+
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
     """Tensors that differ between micro-batches of one shape."""
-    fixed = (batch.tokens, batch.positions, batch.predicting, batch.targets, batch.weights, batch.count)
-    return [*fixed, batch.packing.cu_seqlens_q, batch.segments.lengths, *batch.values.values()]
+    return [
+        *(vars(batch)[name] for name in _OWN),
+        batch.packing.cu_seqlens_q,
+        batch.segments.lengths,
+        *batch.values.values(),
+    ]
 
 
 def _copied(batch: MicroBatch) -> MicroBatch:
     ends = batch.packing.cu_seqlens_q.clone()
     return replace(
         batch,
-        tokens=batch.tokens.clone(),
-        positions=batch.positions.clone(),
         packing=replace(batch.packing, cu_seqlens_q=ends, cu_seqlens_kv=ends),
         filling=None,  # only routers read it, and models with experts are not recorded
-        predicting=batch.predicting.clone(),
-        targets=batch.targets.clone(),
         segments=replace(batch.segments, lengths=batch.segments.lengths.clone()),
-        weights=batch.weights.clone(),
-        count=batch.count.clone(),
         values={name: value.clone() for name, value in batch.values.items()},
+        **{name: vars(batch)[name].clone() for name in _OWN},
     )

@@ -22,16 +22,9 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 
 _FUSIONS_OF_TRANSFORMER_ENGINE = (
-    "bias_activation_fusion",
-    "bias_dropout_fusion",
-    "masked_softmax_fusion",
-    "persist_layer_norm",
-    "apply_rope_fusion",
-    "cross_entropy_loss_fusion",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_shared_expert_overlap",
-)
+    "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm", "apply_rope_fusion",
+    "cross_entropy_loss_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap",
+)  # fmt: skip
 
 
 def dtype_of(config: TrainerConfig) -> torch.dtype:
@@ -97,36 +90,20 @@ def _of_pipeline(config: TrainerConfig) -> dict[str, Any]:
 
 
 def provider_settings(provider: GPTModelProvider, rope: Mapping[str, Any], config: ExpertsConfig) -> dict[str, Any]:
-    """Further fields, which depend on the model, and which megatron-bridge leaves open or sets unasked.
-
-    Args:
-        provider: as megatron-bridge made it.
-        rope: parameters of the model's positions, as transformers reads them.
-        config: of experts.
-
-    Raises:
-        InputError: the model has no experts, but [train.experts] is set.
-    """
-    return _of_positions(provider, rope) | _of_experts(provider, config)
-
-
-def _of_positions(provider: GPTModelProvider, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's parameters, with the defaults of transformers."""
-    if provider.position_embedding_type != "yarn":
-        return {}
-    return {
-        "yarn_beta_fast": rope.get("beta_fast") or 32,
-        "yarn_beta_slow": rope.get("beta_slow") or 1,
-        "yarn_correction_range_round_to_int": rope.get("truncate", True),
-    }
-
-
-def _of_experts(provider: GPTModelProvider, config: ExpertsConfig) -> dict[str, Any]:
+    """Further fields, which depend on the model, and which megatron-bridge leaves open or sets unasked. `rope` are the
+    parameters of its positions, as transformers reads them. Raises InputError: the model has no experts, but
+    [train.experts] is set."""
+    settings: dict[str, Any] = {}
+    if provider.position_embedding_type == "yarn":  # with the defaults of transformers
+        settings["yarn_beta_fast"] = rope.get("beta_fast") or 32
+        settings["yarn_beta_slow"] = rope.get("beta_slow") or 1
+        settings["yarn_correction_range_round_to_int"] = rope.get("truncate", True)
     if provider.num_moe_experts:
-        return {"moe_aux_loss_coeff": config.auxiliary_loss, "moe_router_bias_update_rate": config.bias_update_rate}
-    if config != ExpertsConfig():
+        settings["moe_aux_loss_coeff"] = config.auxiliary_loss
+        settings["moe_router_bias_update_rate"] = config.bias_update_rate
+    elif config != ExpertsConfig():
         raise InputError(f"the model has no experts, but [train.experts] is {config}: leave that section out")
-    return {}
+    return settings
 
 
 def buffer_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
