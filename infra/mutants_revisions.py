@@ -69,8 +69,8 @@ REVISIONS = (
         "two-reruns-at-once",
         "a rerun is asked for while another is not finished",
         "storage/upkeep/redoing.py",
-        "    if begun is not None:\n        return _the_same(run, wanted, begun)\n",
-        "",
+        "    if begun is not None:\n        raise InputError(\n",
+        "    if begun is not None and not run:\n        raise InputError(\n",
         _LOOP,
     ),
     Mutant(

@@ -135,8 +135,8 @@ STATES = (
         "export-mixes-gate-and-up",
         "gate and up projection change places in an export",
         "trainer_core/hugging_face.py",
-        "lambda fused: tuple(fused.chunk(2))",
-        "lambda fused: tuple(reversed(fused.chunk(2)))",
+        "fused.chunk(2)",
+        "reversed(fused.chunk(2))",
         _EXPORT,
     ),
 )

@@ -168,8 +168,8 @@ STORE = (
         "sources-of-a-later-form",
         "a selection whose sources cannot be read stops the verification of its run",
         "storage/upkeep/verify.py",
-        "        except SchemaMismatch as error:\n            yield Finding(fault=Problem.DAMAGED, key=manifest",
-        "        except PartMissing as error:\n            yield Finding(fault=Problem.DAMAGED, key=manifest",
+        "        except SchemaMismatch as error:\n            yield _damaged(manifest",
+        "        except PartMissing as error:\n            yield _damaged(manifest",
         _COPIED,
     ),
     Mutant(

@@ -13,8 +13,8 @@ UPKEEP = (
         "gc-beside-a-stage-in-progress",
         "beside a run, what a stage in progress may find again is deleted",
         "storage/upkeep/beside.py",
-        "    return bool(committed) and begun <= committed\n",
-        "    return True\n",
+        "if committed and begun <= committed and not unreadable",
+        "if not unreadable",
         _BESIDE,
     ),
     Mutant(

@@ -16,8 +16,8 @@ from storage import layout
 from storage.backends.root import Root
 from storage.ids import Workflow
 from storage.ownership.log import newest
-from storage.upkeep.catalog import Names, names, survey
-from storage.upkeep.retention import ORPHAN_AGE, Collection, Garbage, collect
+from storage.upkeep.catalog import names, survey
+from storage.upkeep.retention import Collection, Garbage, collect, drop, is_old
 from storage.upkeep.verify import Problem, Verification, verify
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,9 @@ class _Beside:
                 return
             settled = self._settled({one.key for one in some})
             for one in some:
-                if one.upload is not None:
-                    self.root.abort_upload(one.key, one.upload)
-                elif self._may_go(one.key, settled):
-                    self.root.remove(one.key)
-                else:
-                    continue
-                yield one
+                if one.upload is not None or self._may_go(one.key, settled):
+                    drop(self.root, one)
+                    yield one
 
     def _may_go(self, key: str, settled: set[str]) -> bool:
         # the driver prunes its lease itself: where entries are missing, a process that was frozen could append
@@ -77,25 +73,16 @@ class _Beside:
         return {
             key
             for key, (number, _) in places.items()
-            if (named := needed[number]) is not None and key not in named and self._is_old(key)
+            if (named := needed[number]) is not None and key not in named and is_old(self.root, key, self.moment)
         }
 
     def _needed(self, iteration: int) -> set[str] | None:
-        """Parts that an iteration names; None if that is not known, or a stage of it may be in progress."""
+        """Parts that an iteration names; None if that is not known, or a stage that was begun is not committed."""
         recorded = names(self.root, self.run, iteration)
         stored, unreadable = survey(self.root, self.run, recorded)
-        return None if unreadable or not _is_settled(recorded) else stored.named
-
-    def _is_old(self, key: str) -> bool:
-        found = self.root.info(key)
-        return found is not None and found.modified < self.moment - ORPHAN_AGE
-
-
-def _is_settled(recorded: Names) -> bool:
-    """True if something is committed, and every stage that was begun."""
-    committed = set(recorded.manifests)
-    begun = {layout.stage_of(key) for key in (*recorded.attempts, *recorded.pieces)}
-    return bool(committed) and begun <= committed
+        committed = set(recorded.manifests)
+        begun = {layout.stage_of(key) for key in (*recorded.attempts, *recorded.pieces)}
+        return stored.named if committed and begun <= committed and not unreadable else None
 
 
 def _is_retired(root: Root, part: str) -> bool:

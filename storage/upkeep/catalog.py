@@ -36,11 +36,6 @@ class Unreadable(BaseModel, frozen=True, extra="forbid"):
     key: str  # key below the storage root
     reason: str  # damaged, of another format, or the store's error
 
-    @classmethod
-    def of(cls, key: str, error: StorageError) -> "Unreadable":
-        """From the error that reading it raised."""
-        return cls(run=layout.run_of(key), key=key, reason=str(error))
-
 
 class Retired(BaseModel, frozen=True, extra="forbid"):
     """Record that retention has deleted the parts of one manifest, or is about to."""
@@ -83,6 +78,10 @@ class Names:
         """Iterations of a stage's manifests, by key."""
         places = ((key, layout.place_of(key)) for key in self.manifests)
         return {key: place[0] for key, place in places if place is not None and place[1] == stage}
+
+    def kept(self, stage: str) -> list[int]:
+        """Iterations of which a stage's manifest counts and is not retired, sorted."""
+        return sorted(at for (at, name), key in self.newest.items() if name == stage and key not in self.retired)
 
     @property
     def newest(self) -> dict[tuple[int, str], str]:
@@ -221,23 +220,22 @@ def contents(root: Root, run: str, recorded: Names | None = None) -> Contents:
     """Read everything that a run has recorded. With `recorded`, only these are read. Raises DigestMismatch or
     SchemaMismatch if a record is damaged or of another format."""
 
-    def refuse(_: str, error: StorageError) -> None:
+    found, failed = _contents(root, run, recorded or names(root, run))
+    for _, error in failed:
         raise error
-
-    return _contents(root, run, recorded or names(root, run), refuse)
+    return found
 
 
 def survey(root: Root, run: str, recorded: Names | None = None) -> tuple[Contents, list[Unreadable]]:
     """Like `contents`, but unreadable records are named and left out."""
-    unreadable: list[Unreadable] = []
-
-    def note(key: str, error: StorageError) -> None:
-        unreadable.append(Unreadable.of(key, error))
-
-    return _contents(root, run, recorded or names(root, run), note), unreadable
+    found, failed = _contents(root, run, recorded or names(root, run))
+    return found, [Unreadable(run=layout.run_of(key), key=key, reason=str(error)) for key, error in failed]
 
 
-def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, StorageError], None]) -> Contents:
+def _contents(root: Root, run: str, recorded: Names) -> tuple[Contents, list[tuple[str, StorageError]]]:
+    """What can be read, and the errors of the rest, each with its key."""
+    failed: list[tuple[str, StorageError]] = []
+
     def read_all[T](keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
         def attempt(key: str) -> tuple[str, T | StorageError | None]:
             try:
@@ -250,7 +248,7 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
         found: dict[str, T] = {}
         for key, value in each(attempt, keys, _READERS):
             if isinstance(value, StorageError):
-                failed(key, value)
+                failed.append((key, value))
             elif value is not None:
                 found[key] = value
         return found
@@ -260,7 +258,7 @@ def _contents(root: Root, run: str, recorded: Names, failed: Callable[[str, Stor
     wholes = {layout.retired_key(key): key for key in recorded.manifests if key in recorded.retired}
     retired = read_all(wholes, lambda key: _retirement(root, key, manifests.get(wholes[key])))
     gone = {wholes[key]: record for key, record in retired.items()}
-    return Contents(run, in_order(manifests), gone, pieces, recorded.revisions)
+    return Contents(run, in_order(manifests), gone, pieces, recorded.revisions), failed
 
 
 def _retirement(root: Root, key: str, manifest: Manifest | None) -> Retired:
@@ -298,14 +296,9 @@ def _summary(root: Root, run: str) -> RunSummary:
         return RunSummary(run=run, iteration=iteration, damaged=str(error))
     stage = next(reversed(in_order({one.stage: one for one in last}).values()), None)
     origin = next((one.origin for one in (*first, *last) if one.origin), None)
-    return RunSummary(
-        run=run,
-        iteration=iteration,
-        stage=stage.stage if stage else None,
-        finished=stage.finished if stage else None,
-        driven_by=describe(entry) if entry else None,
-        parent=origin.run if origin else None,
-    )
+    done = {"stage": stage.stage, "finished": stage.finished} if stage else {}
+    driven_by, parent = describe(entry) if entry else None, origin.run if origin else None
+    return RunSummary(run=run, iteration=iteration, driven_by=driven_by, parent=parent, **done)
 
 
 def in_order(manifests: Mapping[str, Manifest]) -> dict[str, Manifest]:

@@ -159,7 +159,9 @@ class _New:
             raise InputError(f"run {self.run!r} already exists in {self.root.url}: give the new run another name")
         digests: dict[str, str] = {}
         copies = [self._copy(original, at, digests) for original, at in originals]
-        self._check_begun(copies)
+        foreign = sorted(set(names(self.root, self.run).manifests) - {copy.key for copy in copies})
+        if foreign:  # the run would continue from them
+            raise self._begun(f"which left {foreign[0]}")
         made = self._described(originals, retired, iteration)
         announce(made.cost)
         there = set(self.root.keys(layout.part_folder(self.run)))
@@ -206,12 +208,6 @@ class _New:
         digests[one.digest] = copy.digest
         return copy
 
-    def _check_begun(self, copies: Sequence[Manifest]) -> None:
-        """Refuse manifests that another beginning under this name left: the run would continue from them."""
-        foreign = sorted(set(names(self.root, self.run).manifests) - {copy.key for copy in copies})
-        if foreign:
-            raise self._begun(f"which left {foreign[0]}")
-
     def _begun(self, why: str) -> InputError:
         return InputError(
             f"run {self.run!r} was begun otherwise, {why}: give the new run another name, or remove what is there with "
@@ -255,14 +251,11 @@ class _New:
 
     def _retire(self, original: Manifest, copy: Manifest) -> None:
         record = records.read(self.source, layout.retired_key(original.key), Retired)
-        keys = tuple(part.key for part in copy.parts)
-        update = {"manifest": copy.digest, "keys": keys}
+        update = {"manifest": copy.digest, "keys": tuple(part.key for part in copy.parts)}
         records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
 
     def _not_kept(self, iteration: int) -> InputError:
-        recorded = names(self.source, self.parent)
-        states = {key: at for (at, stage), key in recorded.newest.items() if stage == self.workflow.holds_state}
-        kept = sorted(at for key, at in states.items() if key not in recorded.retired)
+        kept = names(self.source, self.parent).kept(self.workflow.holds_state)
         return InputError(
             f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are. "
             "Choose one of them"

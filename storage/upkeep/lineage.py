@@ -79,20 +79,19 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision:
         raise InputError(f"run {run!r} has no weights of version {version}, only {there}")
     ancestors = list(_ancestors(made, {manifest.digest: manifest for manifest in newest}))
     earlier = _before(root, workflow, ancestors)
-    rollout = next((one for one in ancestors if one.digest == made.inputs.get("rollout")), None)
-    reward = next((one for one in ancestors if one.digest == made.inputs.get("reward")), None)
+    by_digest = {one.digest: one for one in ancestors}
+    rollout, reward = (by_digest.get(made.inputs.get(role, "")) for role in ("rollout", "reward"))
     selection = next((one for one in ancestors if one.stage == workflow.selects), None)
     sync = _stage(newest, version, workflow.ends_iteration)
     place = {manifest.digest: number for number, manifest in enumerate([*earlier, *newest])}
+    asked = read_stored_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist() if rollout else ()
     return WeightsLineage(
         run=run,
         version=version,
         weights_digest=_fact(sync, "weights_digest", str),
         steps=tuple(_step(one) for one in sorted([*earlier, *ancestors], key=lambda one: place[one.digest])),
         sampled_by=_fact(rollout, "weight_version", int),
-        prompts=tuple(read_stored_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist())
-        if rollout
-        else (),
+        prompts=tuple(asked),
         reward_mean=reward.metrics.get("reward_mean") if reward else None,
         selected=tuple(read_sources(root, selection)) if selection else (),
     )
@@ -209,19 +208,11 @@ def _shares(root: Root, selection: Manifest, rollouts: set[str], prompt_id: str,
 
 
 def _step(manifest: Manifest) -> Step:
-    return Step(
-        run=manifest.run,
-        iteration=manifest.iteration,
-        stage=manifest.stage,
-        digest=manifest.digest,
-        inputs=manifest.inputs,
-        rows=sum(part.rows or 0 for part in manifest.parts),
-        bytes=sum(part.bytes for part in manifest.parts),
-        code_version=manifest.code_version,
-        config_digest=manifest.origin.config_digest if manifest.origin else manifest.config_digest,
-        finished=manifest.finished,
-        origin=manifest.origin,
-    )
+    shared = {name: value for name, value in manifest if name in Step.model_fields}
+    parts = manifest.parts
+    rows, size = sum(part.rows or 0 for part in parts), sum(part.bytes for part in parts)
+    config_digest = manifest.origin.config_digest if manifest.origin else manifest.config_digest
+    return Step(**{**shared, "digest": manifest.digest, "rows": rows, "bytes": size, "config_digest": config_digest})
 
 
 def _source(manifest: Manifest) -> str:

@@ -47,8 +47,14 @@ def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) 
     if before is not None:
         return before
     begun = unfinished(root, run, revisions)
+    if begun is not None and wanted.matches(begun):
+        return begun
     if begun is not None:
-        return _the_same(run, wanted, begun)
+        raise InputError(
+            f"{begun} of run {run!r} is being done again as revision {begun.revision} (asked by {begun.asked_by}: "
+            f"{begun.reason}) and is not finished: `ratchet run` finishes it, `ratchet choose {run} "
+            f"{begun.parent} --reason TEXT` withdraws it"
+        )
     recorded = names(root, run, revisions=revisions)
     check_asked(root, run, recorded)
     _check_wanted(workflow, run, wanted, recorded)
@@ -84,16 +90,6 @@ def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str,
     there = read_revisions(root, run).choices[len(revisions.choices)]
     # compared, because the answer to our own write may have been lost
     return choice if there == choice else choose(root, workflow, run, revision, reason, asked_by, fence)
-
-
-def _the_same(run: str, wanted: Wanted, begun: Rerun) -> Rerun:
-    if wanted.matches(begun):
-        return begun
-    raise InputError(
-        f"{begun} of run {run!r} is being done again as revision {begun.revision} (asked by {begun.asked_by}: "
-        f"{begun.reason}) and is not finished: `ratchet run` finishes it, `ratchet choose {run} "
-        f"{begun.parent} --reason TEXT` withdraws it"
-    )
 
 
 def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
@@ -166,8 +162,7 @@ def _check_goes_on(workflow: Workflow, run: str, recorded: Names) -> None:
 
 
 def _check_kept(workflow: Workflow, run: str, iteration: int, recorded: Names) -> None:
-    states = {at: key for (at, stage), key in recorded.newest.items() if stage == workflow.holds_state}
-    kept = sorted(at for at, key in states.items() if key not in recorded.retired)
+    kept = recorded.kept(workflow.holds_state)
     if iteration not in kept:
         raise InputError(
             f"this needs the train state of iteration {iteration} of run {run!r}, which retention has deleted; those "

@@ -147,7 +147,7 @@ def give_up(
     if iteration <= 0 or retention.keeps(iteration, served):
         return Collection(run=run, applied=True)
     cleaning = _Cleaning(root, run, fence=fence)
-    recorded = names(root, run, iteration, revisions).only(lambda key: _stage(key) == stage)
+    recorded = names(root, run, iteration, revisions).only(lambda key: layout.place_of(key) == (iteration, stage))
     needed = _needed(root, workflow, run, iteration, served, recorded.revisions)
     parts = root.stored(layout.stage_parts(run, iteration, stage))
     return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired - needed, retention)
@@ -168,12 +168,9 @@ class _Cleaning:
         stored, unreadable = survey(self.root, self.run, near)
         garbage = [] if unreadable else self.parts(parts, stored, pushed_out, retention)
         for one in unreadable:
-            logger.warning(
-                "no state of run %s is deleted, because %s cannot be read: %s", self.run, one.key, one.reason
-            )
-        return Collection(
-            run=self.run, applied=True, garbage=tuple(self.deleted(garbage)), unreadable=tuple(unreadable)
-        )
+            logger.warning("no state of run %s is deleted: %s cannot be read: %s", self.run, one.key, one.reason)
+        gone = tuple(self.deleted(garbage))
+        return Collection(run=self.run, applied=True, garbage=gone, unreadable=tuple(unreadable))
 
     def parts(
         self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str], retention: Retention
@@ -193,16 +190,15 @@ class _Cleaning:
             orphaned = self._still_orphaned(one.key for one in some if one.reason == _ORPHAN)
             for one in some:
                 if one.reason != _ORPHAN or one.key in orphaned:
-                    self._delete(one)
+                    drop(self.root, one)
                     yield one
 
     def _retire(self, stored: Contents, states: Iterable[str], retention: Retention) -> None:
         for some in batched(sorted(states), _BATCH):
             self._check()
             for key in some:
-                manifest = stored.manifests[key]
+                manifest, rule = stored.manifests[key], f"retention: {retention}"
                 keys = tuple(part.key for part in manifest.parts)
-                rule = f"retention: {retention}"
                 record = Retired(manifest=manifest.digest, keys=keys, time=self.moment, rule=rule)
                 records.publish(self.root, layout.retired_key(key), record)
 
@@ -223,29 +219,30 @@ class _Cleaning:
         """The keys that no manifest or piece of their stage names by now, and that no stage has touched."""
         orphaned: set[str] = set()
         for place, some in groupby(sorted(keys), layout.place_of):
-            at_place = Names()
-            if place is not None:
-                at_place = names(self.root, self.run, place[0], FIRST).only(
-                    lambda key, place=place: layout.place_of(key) == place
-                )
+            near = Names() if place is None else names(self.root, self.run, place[0], FIRST)
+            at_place = near.only(lambda key, place=place: layout.place_of(key) == place)
             stored, unreadable = survey(self.root, self.run, at_place)
             if not unreadable:
-                orphaned |= {key for key in some if key not in stored.named and self._is_old(key)}
+                orphaned |= {key for key in some if key not in stored.named and is_old(self.root, key, self.moment)}
         return orphaned
-
-    def _is_old(self, key: str) -> bool:
-        found = self.root.info(key)
-        return found is not None and found.modified < self.moment - ORPHAN_AGE
-
-    def _delete(self, one: Garbage) -> None:
-        if one.upload is None:
-            self.root.remove(one.key)
-        else:
-            self.root.abort_upload(one.key, one.upload)
 
     def _check(self) -> None:
         if self.fence is not None:
             self.fence.check()
+
+
+def is_old(root: Root, key: str, moment: datetime) -> bool:
+    """True if an object is there, and older than what a stage in progress may have made."""
+    found = root.info(key)
+    return found is not None and found.modified < moment - ORPHAN_AGE
+
+
+def drop(root: Root, one: Garbage) -> None:
+    """Delete an object, or an upload that was never finished."""
+    if one.upload is None:
+        root.remove(one.key)
+    else:
+        root.abort_upload(one.key, one.upload)
 
 
 def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
@@ -286,11 +283,6 @@ def _served(recorded: Names, workflow: Workflow) -> dict[int, int]:
         number: max((at for mine, at in synced if one.of(at, workflow.ends_iteration) == mine), default=0)
         for number, one in seen.items()
     }
-
-
-def _stage(key: str) -> str | None:
-    place = layout.place_of(key)
-    return place[1] if place else None
 
 
 def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage]:

@@ -19,11 +19,11 @@ from storage.errors import (
     StorageError,
     StorageUnavailable,
 )
-from storage.manifest import Part, load
+from storage.manifest import load
 from storage.ownership import log
 from storage.parallel import each
 from storage.parts import is_intact, read_part_buffer
-from storage.revisions import FIRST, Revisions, uncopied
+from storage.revisions import FIRST, uncopied
 from storage.selection import SOURCES, Source, read_sources
 from storage.unfinished import Attempt
 from storage.upkeep.catalog import Contents, names, survey
@@ -84,15 +84,18 @@ def verify(root: Root, run: str) -> Verification:
     try:
         return _verified(root, run)
     except StorageUnavailable as error:  # a folder in the place of a record, or the reverse; links; permissions
-        finding = Finding(fault=Problem.DAMAGED, key=run, detail=str(error))
-        return Verification(run=run, manifests=0, parts=0, bytes=0, retired=0, findings=(finding,))
+        return Verification(run=run, manifests=0, parts=0, bytes=0, retired=0, findings=(_damaged(run, error),))
+
+
+def _damaged(key: str, why: object) -> Finding:
+    return Finding(fault=Problem.DAMAGED, key=key, detail=str(why))
 
 
 def _verified(root: Root, run: str) -> Verification:
     stored, findings = _readable(root, run)
     parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
     parts |= {part.key: part for part in stored.unfinished.values()}
-    findings += [found for found in each(lambda part: _part(root, part), parts.values(), _READERS) if found]
+    findings += _unreadable(list(parts), lambda key: read_part_buffer(root, parts[key]))
     findings += [
         *_config(root, run),
         *_copies(root, run),
@@ -115,20 +118,16 @@ def _verified(root: Root, run: str) -> Verification:
 
 def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     """The readable records of a run, and findings for the rest."""
-    revisions, flaws = _revisions(root, run)
+    flaws: list[Finding] = []
+    try:
+        revisions = names(root, run).revisions
+    except (DigestMismatch, SchemaMismatch) as error:  # the head is not known
+        revisions, flaws = FIRST, [_damaged(layout.revision_folder(run), error)]
     recorded = names(root, run, revisions=revisions)
     stored, unreadable = survey(root, run, recorded)
-    findings = [Finding(fault=Problem.DAMAGED, key=one.key, detail=one.reason) for one in unreadable]
+    findings = [_damaged(one.key, one.reason) for one in unreadable]
     attempts = _unreadable(recorded.attempts, lambda key: records.read(root, key, Attempt))
     return stored, [*findings, *flaws, *attempts]
-
-
-def _revisions(root: Root, run: str) -> tuple[Revisions, list[Finding]]:
-    """The revisions. If a record of them cannot be read, the head is not known."""
-    try:
-        return names(root, run).revisions, []
-    except (DigestMismatch, SchemaMismatch) as error:
-        return FIRST, [Finding(fault=Problem.DAMAGED, key=layout.revision_folder(run), detail=str(error))]
 
 
 def _copies(root: Root, run: str) -> Iterator[Finding]:
@@ -171,22 +170,14 @@ def _unreadable(keys: Sequence[str], read: Callable[[str], object]) -> Iterator[
         try:
             read(key)
         except (DigestMismatch, SchemaMismatch) as error:
-            return Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
+            return _damaged(key, error)
+        except PartMissing as error:
+            return Finding(fault=Problem.MISSING, key=key, detail=str(error))
         except NotCommitted:  # deleted since it was listed
             return None
         return None
 
     yield from filter(None, each(attempt, keys, _READERS))
-
-
-def _part(root: Root, part: Part) -> Finding | None:
-    try:
-        read_part_buffer(root, part)
-    except DigestMismatch as error:
-        return Finding(fault=Problem.DAMAGED, key=part.key, detail=str(error))
-    except PartMissing as error:
-        return Finding(fault=Problem.MISSING, key=part.key, detail=str(error))
-    return None
 
 
 def _config(root: Root, run: str) -> Iterator[Finding]:
@@ -196,9 +187,9 @@ def _config(root: Root, run: str) -> Iterator[Finding]:
     except NotCommitted:
         yield Finding(fault=Problem.MISSING, key=key, detail="the run has no configuration")
     except (DigestMismatch, SchemaMismatch) as error:
-        yield Finding(fault=Problem.DAMAGED, key=key, detail=str(error))
+        yield _damaged(key, error)
     except ValueError as error:
-        yield Finding(fault=Problem.DAMAGED, key=key, detail=f"the configuration is not JSON: {error}")
+        yield _damaged(key, f"the configuration is not JSON: {error}")
 
 
 def _inputs(stored: Contents) -> Iterator[Finding]:
@@ -218,7 +209,7 @@ def _sources(root: Root, stored: Contents) -> Iterator[Finding]:
         try:
             sources = read_sources(root, manifest)
         except SchemaMismatch as error:
-            yield Finding(fault=Problem.DAMAGED, key=manifest.part(SOURCES).key, detail=str(error))
+            yield _damaged(manifest.part(SOURCES).key, error)
         else:
             yield from filter(None, each(partial(_source, root, key), sources, _READERS))
 
@@ -244,7 +235,7 @@ def _archives(root: Root, run: str) -> Iterator[Finding]:
         except NotCommitted:  # another process has replaced it since it was listed
             continue
         if not digest.startswith(layout.digest_in_name(key)):
-            yield Finding(fault=Problem.DAMAGED, key=key, detail=f"its digest is {digest}: write it again with compact")
+            yield _damaged(key, f"its digest is {digest}: write it again with compact")
 
 
 def _orphans(root: Root, run: str, named: set[str]) -> Iterator[Finding]:
