@@ -233,7 +233,7 @@ def survey(root: Root, run: str, recorded: Names | None = None) -> tuple[Content
 
 
 def _contents(root: Root, run: str, recorded: Names) -> tuple[Contents, list[tuple[str, StorageError]]]:
-    """What can be read, and the errors of the rest, each with its key."""
+    """All that can be read, and the errors of the rest, each with its key."""
     failed: list[tuple[str, StorageError]] = []
 
     def read_all[T](keys: Iterable[str], read: Callable[[str], T]) -> dict[str, T]:
