@@ -19,14 +19,10 @@ class CheckedEngine(BaseModel, frozen=True, extra="forbid"):
     """One engine, compared with the stored weights."""
 
     name: str
-    weight_version: int | None
-    """Version that it serves; None if it serves none."""
-    weights_digest: str | None
-    """Of the weights that it holds now; None if it holds none that it could serve."""
-    differing: tuple[str, ...]
-    """Tensors that are not those of the stored state; empty also if these are not known."""
-    problem: str | None = None
-    """Reason why it does not serve the stored weights; None if it does."""
+    weight_version: int | None  # version that it serves; None if it serves none
+    weights_digest: str | None  # of the weights that it holds now; None if it holds none that it could serve
+    differing: tuple[str, ...]  # tensors that are not those of the stored state; empty also if these are not known
+    problem: str | None = None  # reason why it does not serve the stored weights; None if it does
 
 
 class CheckedSync(BaseModel, frozen=True, extra="forbid"):
@@ -34,10 +30,8 @@ class CheckedSync(BaseModel, frozen=True, extra="forbid"):
 
     run: str
     iteration: int
-    weights_digest: str
-    """Of the weights that the iteration's weight sync has recorded."""
-    stored: Literal["equal", "different", "not compared"]
-    """Comparison of these weights with those of the stored state."""
+    weights_digest: str  # of the weights that the iteration's weight sync has recorded
+    stored: Literal["equal", "different", "not compared"]  # comparison of these weights with those of the stored state
     engines: tuple[CheckedEngine, ...]
 
     @computed_field

@@ -12,8 +12,7 @@ from pydantic import JsonValue
 
 from storage.errors import InputError
 
-MASK = "***"
-"""Shown in place of a secret."""
+MASK = "***"  # shown in place of a secret
 _REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 

@@ -23,8 +23,7 @@ from trainer_core.user_code import located_function
 
 _NEAR = 0.5  # from which similarity a key counts as a misspelling: "keep" of "keep_every", not "lr" of "learning_rate"
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
-_FORMS = ("text", "list")
-"""Names of the forms that a setting may have, which pydantic puts into the place of an error."""
+_FORMS = ("text", "list")  # names of the forms that a setting may have, which pydantic puts into the place of an error
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:

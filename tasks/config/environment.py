@@ -59,8 +59,7 @@ _DETERMINISTIC_ON_CUDA = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
 
-HEARTBEAT_S = 30
-"""Seconds between heartbeats of the process of a flow run on a site: the least that Prefect allows."""
+HEARTBEAT_S = 30  # seconds between heartbeats of the process of a flow run on a site: the least that Prefect allows
 
 _SITE = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -79,8 +78,7 @@ _SITE = {
 _FAULTS = "RATCHET_FAULTS"
 _MEETING_PLACE = "RATCHET_ENGINE_MEETING_PLACE"
 _SITE_FOLDER = "RATCHET_SITE"
-FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-"""Variable by which Prefect tells a process which flow run it does."""
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"  # variable by which Prefect tells a process which flow run it does
 
 _SCORING = re.compile(
     r"PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|TZ|TMPDIR|TEMP|TMP|VIRTUAL_ENV|CONDA_PREFIX|JAVA_HOME|CC|CXX"
@@ -99,12 +97,9 @@ _resolved: set[str] = set()
 class Settings:
     """The environment's settings for the machine and the cluster."""
 
-    ray_address: str | None
-    """`host:port` of a Ray cluster to attach to; None starts a local Ray."""
-    ray_token: str | None = field(repr=False)
-    """Token that Ray's servers require."""
-    gpus: tuple[str, ...]
-    """The cards this process may use, as CUDA_VISIBLE_DEVICES spells them."""
+    ray_address: str | None  # `host:port` of a Ray cluster to attach to; None starts a local Ray
+    ray_token: str | None = field(repr=False)  # token that Ray's servers require
+    gpus: tuple[str, ...]  # the cards this process may use, as CUDA_VISIBLE_DEVICES spells them
     faults: Path | None = None
     """Folder of `flows.proof.faults`: which process of the run is killed where; `ratchet prove-resume` sets it."""
 

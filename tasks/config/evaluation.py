@@ -8,10 +8,8 @@ from pydantic import Field, ValidationError
 from storage.errors import InputError
 from tasks.config.section import COLDEST, Section
 
-PREFIX = "evaluation-"
-"""Prefix of the stage names of evaluations; letters that stand for a digest follow."""
-SETTINGS = "settings"
-"""Name of the fact with what was asked."""
+PREFIX = "evaluation-"  # prefix of the stage names of evaluations; letters that stand for a digest follow
+SETTINGS = "settings"  # name of the fact with what was asked
 EXACT = "reward == 1"
 """The condition by which answers pass where none is given and the reward is only ever 0 or 1: its mean is the rate."""
 SCORED_BY, ASKED, PASS = "scored_by", "asked", "pass"

@@ -13,8 +13,7 @@ from tasks.config.keys import NONE, Models, decided, key_at, key_of, leaves_of
 from tasks.config.run import RunConfig
 from trainer_core.marks import Mark
 
-Document = Mapping[str, JsonValue]
-"""A configuration, or a section of one, as plain JSON types."""
+Document = Mapping[str, JsonValue]  # a configuration, or a section of one, as plain JSON types
 _ONCE = ("evaluate", "select", "rescore")
 """Stages that no stage of their run is made from, or whose inputs are of other runs."""
 

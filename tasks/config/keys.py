@@ -12,8 +12,7 @@ from pydantic.fields import FieldInfo
 from trainer_core.marks import Mark
 from trainer_core.user_code import without_folder
 
-Models = tuple[type[BaseModel], ...]
-"""The models of which a table may be: several where its key `type` decides."""
+Models = tuple[type[BaseModel], ...]  # the models of which a table may be: several where its key `type` decides
 NONE = Mark()
 
 
@@ -22,12 +21,9 @@ class Key:
     """A key of a table."""
 
     field: FieldInfo
-    mark: Mark
-    """Its own marks, with the stages of the table that it is in unless it has its own."""
-    models: Models
-    """Of its table, or of the tables in its list; none for a plain value."""
-    below: Mark
-    """The marks that these inherit."""
+    mark: Mark  # its own marks, with the stages of the table that it is in unless it has its own
+    models: Models  # of its table, or of the tables in its list; none for a plain value
+    below: Mark  # the marks that these inherit
 
 
 @functools.cache

@@ -15,8 +15,7 @@ from tasks.config.keys import choices, key_at
 from tasks.config.run import RunConfig
 
 MEANING, RUNTIME = "meaning", "runtime"
-TYPE = "type"
-"""The key that says which of several forms a table has."""
+TYPE = "type"  # the key that says which of several forms a table has
 
 _KINDS: dict[Any, str] = {
     datetime: "time",
@@ -40,8 +39,7 @@ _SIMPLE = ("string", "integer", "number", "boolean")
 _KEPT = (
     "type", "enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "pattern",
 )  # fmt: skip
-_TRIED = "generate"
-"""Tables of models and data for trying things, which are left out too."""
+_TRIED = "generate"  # tables of models and data for trying things, which are left out too
 _CHOICE = {"type": "string", "enum": ["true", "false"]}
 """In place of a switch, which Prefect's page sends as false if nobody has touched it."""
 _FIXED = "Fixed once the run has begun."
@@ -73,18 +71,12 @@ class Key:
     """One setting."""
 
     name: str
-    path: str
-    """`section.key`."""
-    kind: str
-    """Type and limits, in words."""
-    default: str | None
-    """As TOML; None if there is none."""
-    required: bool
-    """True if it must be given when its table is given."""
-    role: str
-    """`meaning` or `runtime`."""
-    stages: tuple[str, ...]
-    """Stages whose result it decides."""
+    path: str  # `section.key`
+    kind: str  # type and limits, in words
+    default: str | None  # as TOML; None if there is none
+    required: bool  # True if it must be given when its table is given
+    role: str  # `meaning` or `runtime`
+    stages: tuple[str, ...]  # stages whose result it decides
     text: str
 
 
@@ -95,8 +87,7 @@ class Table:
     path: str
     text: str
     keys: tuple[Key, ...]
-    instead: tuple["Table", ...] = ()
-    """Contents of the table with another `type` than the default."""
+    instead: tuple["Table", ...] = ()  # contents of the table with another `type` than the default
 
     @property
     def tag(self) -> str:

@@ -23,12 +23,10 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 class Place:
     """Iterations of a run, of this root or of another one."""
 
-    root: str | None
-    """URL of its root; None is the root of the run that names it."""
+    root: str | None  # URL of its root; None is the root of the run that names it
     run: str
     first: int
-    last: int | None
-    """None is the newest there is."""
+    last: int | None  # None is the newest there is
 
 
 def place_of(text: str) -> Place:

@@ -126,8 +126,7 @@ class EvaluateSection(create_model("_Passing", __base__=Section, **_PASS)):
         return dict(self)["pass"]
 
 
-ENGINES = "ratchet.engines"
-"""Entry points by which an installed package offers engines."""
+ENGINES = "ratchet.engines"  # entry points by which an installed package offers engines
 _SAMPLES = decides("rollout", "weight-sync", "evaluate")
 
 

@@ -11,10 +11,8 @@ from trainer_core.marks import Mark
 
 LARGEST = 2**31 - 1
 """Largest whole number: stored tables count in int32, and NumPy takes seeds of 32 bits, raised by ranks and steps."""
-LONGEST_S = 1e8
-"""Longest deadline, seconds: three years. The operating system's own limit is a few hundred."""
-COLDEST = 0.01
-"""The lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run."""
+LONGEST_S = 1e8  # longest deadline, seconds: three years. The operating system's own limit is a few hundred
+COLDEST = 0.01  # the lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run
 _FREE = re.compile(r"reward\.(functions\[\d+\]\.)?arguments\b")
 """Keys below belong to the reward function, which alone knows the values that it can use."""
 

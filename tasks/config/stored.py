@@ -31,10 +31,8 @@ from tasks.config.identity import (
 )
 from tasks.config.run import RunConfig
 
-RULES = 1
-"""Version of the rules by which a configuration has its digest (`tasks.config.identity`)."""
-_ABOUT = {"rules", "request", "former"}
-"""Keys of a record that are not of the configuration."""
+RULES = 1  # version of the rules by which a configuration has its digest (`tasks.config.identity`)
+_ABOUT = {"rules", "request", "former"}  # keys of a record that are not of the configuration
 
 
 class ConfigRecord(RunConfig):
@@ -64,12 +62,9 @@ class ConfigRecord(RunConfig):
 class StoredConfig:
     """A record that was read."""
 
-    config: RunConfig
-    """With defaults for the keys that the record lacks."""
-    digest: str
-    """The `config_digest` of every manifest that the run makes now."""
-    first: str
-    """The same of revision 0: identity of the configuration that the run was started with."""
+    config: RunConfig  # with defaults for the keys that the record lacks
+    digest: str  # the `config_digest` of every manifest that the run makes now
+    first: str  # the same of revision 0: identity of the configuration that the run was started with
     former: tuple[str, ...] = ()
     """Digests before the configuration was corrected. Stages made under them had read nothing that was changed."""
 

@@ -16,8 +16,7 @@ from storage.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
-"""A turn of a conversation, with role and content."""
+Message = Mapping[str, Any]  # a turn of a conversation, with role and content
 PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
 GENERATED: Mapping[str, Any] = {
     "tokenizer_class": "PreTrainedTokenizerFast",
@@ -34,8 +33,7 @@ class Chat:
     """Input of a chat template."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
-    """Definitions of the tools that the model may call."""
+    tools: Sequence[Mapping[str, Any]] = ()  # definitions of the tools that the model may call
 
     def then(self, message: Message) -> "Chat":
         """The same with a further message."""
@@ -46,12 +44,10 @@ class Chat:
 class Special:
     """Token ids of a tokenizer that are no text."""
 
-    stop: int | None
-    """Ends a sequence."""
+    stop: int | None  # ends a sequence
     begin: int | None
     pad: int | None
-    unknown: int | None
-    """Stands for signs that no token has."""
+    unknown: int | None  # stands for signs that no token has
     all: frozenset[int]
 
 

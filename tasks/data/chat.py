@@ -21,8 +21,7 @@ ASSISTANT = "assistant"
 class Say:
     """The ways to tell about a record for which the template does something that may not be meant."""
 
-    note: Callable[[str], None]
-    """Takes a sentence, for people."""
+    note: Callable[[str], None]  # takes a sentence, for people
     differ: Callable[[str, str], None]
     """Takes a value of `data.accept` and a sentence: another text is trained than the answer. Raises InputError unless
     that is accepted."""
@@ -40,18 +39,15 @@ _LONGEST = 60  # characters of a header in a message
 class Turn:
     """The trained text after a prompt."""
 
-    body: str
-    """The answer, with what the chat template puts before it."""
-    end: str = ""
-    """The end that the chat template writes."""
+    body: str  # the answer, with what the chat template puts before it
+    end: str = ""  # the end that the chat template writes
 
 
 @dataclass(frozen=True)
 class _Frame:
     """The text that a template writes around an answer."""
 
-    opened: str
-    """Text of the generation prompt where a turn with an answer has the answer already."""
+    opened: str  # text of the generation prompt where a turn with an answer has the answer already
     end: str
 
 

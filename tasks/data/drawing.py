@@ -18,8 +18,7 @@ _EXACT = 10_000
 class Share:
     """One source of a mixture."""
 
-    rows: int
-    """Its rows; those of the next source follow them in the table."""
+    rows: int  # its rows; those of the next source follow them in the table
     weight: float
 
 

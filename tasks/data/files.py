@@ -59,10 +59,8 @@ class Read(NamedTuple):
 class Opened:
     """A source that can be read."""
 
-    digest: str
-    """Identity of its content."""
-    records: Callable[[], Iterator[Read]]
-    """Its records, from the first; raises InputError where one cannot be read."""
+    digest: str  # identity of its content
+    records: Callable[[], Iterator[Read]]  # its records, from the first; raises InputError where one cannot be read
 
 
 @contextmanager

@@ -24,8 +24,7 @@ TEXT_FILES = (
     "tokenizer.model", "spiece.model",
 )  # fmt: skip
 """Files of a Hugging Face directory that a run takes: all but the weights."""
-INDEX = "model.safetensors.index.json"
-"""Table of the file of each tensor, if there are several files."""
+INDEX = "model.safetensors.index.json"  # table of the file of each tensor, if there are several files
 _SCHEME = "hf://"
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w.-]+(/[\w.-]+)*))?(?P<folder>)")
 _URL = re.compile(r"hf://(models/)?(?P<name>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[^/]+))?(/(?P<folder>.+?))?/?")
@@ -37,8 +36,7 @@ class HubId:
     """A model of the hub: `org/name`, its branch, tag or commit, and a folder inside the repository."""
 
     name: str
-    revision: str | None = None
-    """`main` if not given."""
+    revision: str | None = None  # `main` if not given
     folder: str = ""
 
     def __str__(self) -> str:

@@ -24,8 +24,7 @@ _FAILURES = (OSError, ImportError, ValueError)
 class ModelFolder:
     """A Hugging Face directory on a filesystem."""
 
-    shown: str
-    """The source as the configuration has it."""
+    shown: str  # the source as the configuration has it
     fs: Any
     path: str
 

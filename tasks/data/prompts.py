@@ -28,14 +28,10 @@ _HOLD_OUT = 2  # of the random streams derived from a run's seed
 class Room:
     """Limits on the length of a prompt."""
 
-    context: int
-    """Longest sequence that engine and model take, in tokens."""
-    max_tokens: int
-    """Tokens of it that a response may take."""
-    max_length: int | None = None
-    """Longest sequence that the trainer takes, for prompts with solved answers."""
-    drop: bool = False
-    """Drop longer ones instead of refusing them."""
+    context: int  # longest sequence that engine and model take, in tokens
+    max_tokens: int  # tokens of it that a response may take
+    max_length: int | None = None  # longest sequence that the trainer takes, for prompts with solved answers
+    drop: bool = False  # drop longer ones instead of refusing them
 
 
 def mapped(batches: Iterable[pa.RecordBatch]) -> pa.Table:

@@ -33,12 +33,9 @@ class Rendered:
     """One prompt, ready for the tokenizer."""
 
     text: str
-    answer: str | None
-    """The solved answer by itself."""
-    turn: Turn | None
-    """The answer as the model is to give it."""
-    chat: bool
-    """True if the chat template made the text, which then has all special tokens."""
+    answer: str | None  # the solved answer by itself
+    turn: Turn | None  # the answer as the model is to give it
+    chat: bool  # True if the chat template made the text, which then has all special tokens
     kinds: frozenset[str] = frozenset()
     """Parts of a conversation that not every record has: tools, tool calls, reasoning, a system text."""
 
@@ -47,8 +44,7 @@ class Rendered:
 class Notes:
     """Treatments of records that may not be meant."""
 
-    places: dict[str, list[str]] = field(default_factory=dict)
-    """The records by their treatment."""
+    places: dict[str, list[str]] = field(default_factory=dict)  # the records by their treatment
 
     def add(self, sentence: str, place: str) -> None:
         """Note it of a record, once."""
@@ -70,19 +66,14 @@ class Renderer:
     source: DataSource
     codec: TextCodec
     where: str
-    trained: bool = True
-    """True if the answers are trained on; else one that cannot be is no error."""
-    accept: Collection[str] = ()
-    """As `data.accept`."""
+    trained: bool = True  # True if the answers are trained on; else one that cannot be is no error
+    accept: Collection[str] = ()  # as `data.accept`
     notes: Notes = field(default_factory=Notes)
     used: set[str] = field(default_factory=set)
     """Settings that have had an effect: `tools_field`, and values of `accept`."""
-    kinds: dict[str, str] = field(default_factory=dict)
-    """Id of the first prompt of each kind (`Rendered.kinds`)."""
-    records: int = 0
-    """Number of records that were rendered."""
-    fields: set[str] = field(default_factory=set)
-    """Names of all their fields."""
+    kinds: dict[str, str] = field(default_factory=dict)  # id of the first prompt of each kind (`Rendered.kinds`)
+    records: int = 0  # number of records that were rendered
+    fields: set[str] = field(default_factory=set)  # names of all their fields
 
     @functools.cached_property
     def template(self) -> Template:

@@ -37,12 +37,9 @@ class Counted:
     """One source of a table."""
 
     name: str
-    rows: int
-    """Prompts of it in the table."""
-    dropped: int = 0
-    """Prompts of it that were too long."""
-    fields: frozenset[str] = field(default=frozenset(), compare=False)
-    """Names of all fields of its records."""
+    rows: int  # prompts of it in the table
+    dropped: int = 0  # prompts of it that were too long
+    fields: frozenset[str] = field(default=frozenset(), compare=False)  # names of all fields of its records
     used: frozenset[str] = field(default=frozenset(), compare=False)
     """Settings that have had an effect on it (`Renderer.used`)."""
     kinds: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -53,14 +50,10 @@ class Counted:
 class Prompts:
     """The tables of prompts a run is made from, tokenized."""
 
-    tables: Mapping[str, pa.Table]
-    """train, held_out and warmup, as far as the run has them."""
-    counts: Mapping[str, tuple[Counted, ...]]
-    """The sources of each table, in the order of its rows."""
-    digests: Mapping[str, tuple[str, ...]]
-    """Digests of the sources' content, for each table that is read."""
-    notes: tuple[str, ...] = ()
-    """Treatments of some that may not be meant."""
+    tables: Mapping[str, pa.Table]  # train, held_out and warmup, as far as the run has them
+    counts: Mapping[str, tuple[Counted, ...]]  # the sources of each table, in the order of its rows
+    digests: Mapping[str, tuple[str, ...]]  # digests of the sources' content, for each table that is read
+    notes: tuple[str, ...] = ()  # treatments of some that may not be meant
 
 
 def text_codec(config: RunConfig) -> TextCodec:

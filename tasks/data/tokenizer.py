@@ -22,8 +22,7 @@ from storage.schema import PROMPTS
 from tasks.data.backends import Backend, Chat, read_backend, special_tokens
 from tasks.data.hub import TEXT_FILES
 
-TokenRow = Sequence[int] | NDArray[Any]
-"""The token ids of one text."""
+TokenRow = Sequence[int] | NDArray[Any]  # the token ids of one text
 _BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run between two batches
 _PROBE = "a"
 _STORED_TOKENIZER = "model/tokenizer.json"
@@ -37,16 +36,11 @@ class TextCodec:
 
     backend: Backend
     stop_tokens: tuple[int, ...]
-    context: int
-    """Longest sequence the model supports, in tokens."""
-    begin: tuple[int, ...] = ()
-    """Tokens that the tokenizer puts before a plain text, such as BOS."""
-    vocabulary: int | None = None
-    """Rows of the model's embedding."""
-    identity: str = ""
-    """Digest of the files it was read from, and of the stop tokens."""
-    left_out: frozenset[int] = frozenset()
-    """Tokens that the texts of responses lack."""
+    context: int  # longest sequence the model supports, in tokens
+    begin: tuple[int, ...] = ()  # tokens that the tokenizer puts before a plain text, such as BOS
+    vocabulary: int | None = None  # rows of the model's embedding
+    identity: str = ""  # digest of the files it was read from, and of the stop tokens
+    left_out: frozenset[int] = frozenset()  # tokens that the texts of responses lack
 
     @classmethod
     def from_directory(
@@ -209,12 +203,9 @@ def _batches(rows: Iterable[TokenRow]) -> Iterator[list[list[int]]]:
 class StoredTexts:
     """Texts of a run that stage `prepare` has stored."""
 
-    tokenizer: Tokenizer | None
-    """None if the model has no tokenizer.json; then no response has a text."""
-    prompts: Mapping[str, str]
-    """Text of each training prompt, by its id."""
-    left_out: Collection[int]
-    """Tokens that the texts of responses lack, as those do that rewards see."""
+    tokenizer: Tokenizer | None  # None if the model has no tokenizer.json; then no response has a text
+    prompts: Mapping[str, str]  # text of each training prompt, by its id
+    left_out: Collection[int]  # tokens that the texts of responses lack, as those do that rewards see
 
     @classmethod
     def of(cls, root: Root, prepared: Manifest) -> "StoredTexts":

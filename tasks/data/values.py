@@ -22,8 +22,7 @@ def parsed(text: str) -> Any:
 class Flaw(NamedTuple):
     """Something that no record can hold."""
 
-    place: str
-    """Place in the value, such as `.answer[2]`."""
+    place: str  # place in the value, such as `.answer[2]`
     fact: str
 
 

@@ -37,12 +37,9 @@ if TYPE_CHECKING:
 class Response(NamedTuple):
     """One sampled response."""
 
-    tokens: Sequence[int]
-    """Token ids, with the stop token if one ended it."""
-    logprobs: Sequence[float]
-    """Log-probability of each token under the distribution that it was drawn from, nat."""
-    finish_reason: str
-    """`stop` if a stop token ended it, `length` at `Sampling.max_tokens` or the end of the context."""
+    tokens: Sequence[int]  # token ids, with the stop token if one ended it
+    logprobs: Sequence[float]  # log-probability of each token under the distribution that it was drawn from, nat
+    finish_reason: str  # `stop` if a stop token ended it, `length` at `Sampling.max_tokens` or the end of the context
 
 
 class _Queued(NamedTuple):

@@ -14,8 +14,7 @@ from storage.reader import row_views
 from trainer_core.config import Device, Frozen
 from trainer_core.weights.channel import Channel
 
-TokenIds = Sequence[int] | NDArray[np.int32]
-"""The tokens of one sequence."""
+TokenIds = Sequence[int] | NDArray[np.int32]  # the tokens of one sequence
 
 
 def token_rows(column: pa.ChunkedArray) -> list[TokenIds]:
@@ -33,8 +32,7 @@ COMPLETIONS = pa.schema(
 """Table that `EngineProtocol.generate` returns; fields as in `storage.schema.ROLLOUT`."""
 
 
-KV_CACHE_BYTES_ON_CPU = 128 << 20
-"""The key-value cache where nothing says how large it may be."""
+KV_CACHE_BYTES_ON_CPU = 128 << 20  # the key-value cache where nothing says how large it may be
 
 
 InFlight = Literal["abort", "wait", "keep"]
@@ -135,10 +133,8 @@ class Arrived(Frozen):
 class Finished(NamedTuple):
     """A batch of requests that has been sampled."""
 
-    number: int
-    """As it was queued."""
-    completions: pa.RecordBatch
-    """Schema `COMPLETIONS`, one row per prompt."""
+    number: int  # as it was queued
+    completions: pa.RecordBatch  # schema `COMPLETIONS`, one row per prompt
     weight_version: int | None = None
     """Version of the weights that the engine served when it began with the batch; None if that was stamped with none.
     Where an update keeps requests that are under way, their last tokens are of a later one."""
@@ -147,10 +143,8 @@ class Finished(NamedTuple):
 class Collected(NamedTuple):
     """Results of an engine since the previous call."""
 
-    finished: list[Finished]
-    """Batches of which every response is complete."""
-    samples: int
-    """Responses that ended, of finished batches and of others."""
+    finished: list[Finished]  # batches of which every response is complete
+    samples: int  # responses that ended, of finished batches and of others
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:

@@ -23,8 +23,7 @@ class Chosen:
     run: str
     iteration: int
     recorded: Contents
-    why: str = ""
-    """Measure and iterations by which it is the best; empty if it was not chosen as the best."""
+    why: str = ""  # measure and iterations by which it is the best; empty if it was not chosen as the best
 
     def manifest(self, stage: Stage, iteration: int | None = None) -> Manifest:
         """The manifest of a stage, by default of the chosen iteration. Raises InputError: there is none."""

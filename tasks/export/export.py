@@ -47,8 +47,7 @@ class ShardTensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
-    """Name in safetensors: F32, BF16."""
+    dtype: str  # name in safetensors: F32, BF16
 
     @property
     def bytes(self) -> int:
@@ -114,17 +113,12 @@ class Exported(BaseModel, frozen=True, extra="forbid"):
 
     run: str
     iteration: int
-    folder: str
-    """The folder or URL."""
-    precision: Precision
-    """Type of the weights in it."""
-    weights_digest: str
-    """Identity of the weights as they were served; the export is compared with it."""
+    folder: str  # the folder or URL
+    precision: Precision  # type of the weights in it
+    weights_digest: str  # identity of the weights as they were served; the export is compared with it
     tensors: int
-    bytes: int
-    """Size of the weights."""
-    files: dict[str, str]
-    """xxh3-128 of each file, by name."""
+    bytes: int  # size of the weights
+    files: dict[str, str]  # xxh3-128 of each file, by name
 
 
 def export(

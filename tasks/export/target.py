@@ -17,8 +17,7 @@ from tasks.config.credentials import has_credentials, shown_text
 from tasks.config.environment import resolve, without_secrets
 
 _LAST = "config.json"
-_MARK = ".unfinished-export"
-"""Present from the first write to the last."""
+_MARK = ".unfinished-export"  # present from the first write to the last
 
 _WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
 _BLOCK = 1 << 20
@@ -48,12 +47,10 @@ class Hashed:
 class ExportFolder:
     """A new folder."""
 
-    shown: str
-    """Its name in messages."""
+    shown: str  # its name in messages
     fs: Any
     path: str
-    digests: dict[str, str] = field(default_factory=dict)
-    """xxh3-128 of the files written, by name."""
+    digests: dict[str, str] = field(default_factory=dict)  # xxh3-128 of the files written, by name
 
     @classmethod
     def new(cls, url: str) -> "ExportFolder":

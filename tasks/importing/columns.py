@@ -26,10 +26,8 @@ class FileRows:
     """Some rows of a file."""
 
     file: str
-    first: int
-    """SampleRows of the file before these."""
-    names: tuple[str, ...]
-    """Columns that the file has."""
+    first: int  # SampleRows of the file before these
+    names: tuple[str, ...]  # columns that the file has
     columns: Mapping[str, pa.Array | Sequence[Any]]
     """Wanted columns: of Parquet in its types, of JSON in those of each value."""
     rows: int
@@ -39,8 +37,7 @@ class FileRows:
 class Local:
     """A file, copied to this machine if it is elsewhere."""
 
-    file: str
-    """Name given by the user."""
+    file: str  # name given by the user
     path: Path
     form: str
 
@@ -98,15 +95,12 @@ class Kind:
     """Values that a column may have."""
 
     words: str
-    wide: pa.DataType
-    """Wide enough for all of them."""
-    values: frozenset[type]
-    """Their types in JSON; in a column of lists, those of the elements."""
+    wide: pa.DataType  # wide enough for all of them
+    values: frozenset[type]  # their types in JSON; in a column of lists, those of the elements
     columns: Callable[[pa.DataType], bool]
     """True for a type that a column of Parquet, or the elements of its lists, may have."""
     listed: bool = False
-    optional: bool = False
-    """A value may be null."""
+    optional: bool = False  # a value may be null
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -148,10 +142,8 @@ class Column:
     """A column of some rows of a file."""
 
     batch: FileRows
-    name: str
-    """Property of a sample."""
-    called: str
-    """Its name in the file."""
+    name: str  # property of a sample
+    called: str  # its name in the file
 
     def array(self) -> pa.Array:
         """Values in the wide type of their kind, without nulls unless they may be null. Raises InputError: a value is

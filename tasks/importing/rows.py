@@ -16,8 +16,7 @@ from storage.errors import InputError
 from storage.schema import REWARD
 from tasks.importing.columns import KINDS, Column, FileRows, any_of, lengths_of
 
-UNKNOWN = -1
-"""Weight version and seed of a sample without them."""
+UNKNOWN = -1  # weight version and seed of a sample without them
 
 _INT32 = 2**31 - 1
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32
@@ -28,13 +27,11 @@ _REASONS = ("stop", "length", "abort")
 class ImportOrder:
     """Request of an import."""
 
-    files: tuple[str, ...]
-    """Paths or URLs of .jsonl, .json or .parquet files."""
+    files: tuple[str, ...]  # paths or URLs of .jsonl, .json or .parquet files
     run: str
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column of the files by property of a sample; by default the column has our name."""
-    temperature: float | None = None
-    """Temperature of all samples, if no column has it."""
+    temperature: float | None = None  # temperature of all samples, if no column has it
     logprobs: bool = True
     """The samples must have log-probabilities. Without, only losses that weigh no advantages train on them."""
 

@@ -33,22 +33,17 @@ class Imported(BaseModel, frozen=True, extra="forbid"):
     """Result of an import."""
 
     run: str
-    iterations: int
-    """One for each file."""
+    iterations: int  # one for each file
     samples: int
-    groups: int
-    """Prompts, counted in each file."""
-    scored: int
-    """Samples with a reward."""
-    columns: dict[str, str]
-    """Column of the files by property."""
+    groups: int  # prompts, counted in each file
+    scored: int  # samples with a reward
+    columns: dict[str, str]  # column of the files by property
 
 
 class ImportRecord(BaseModel, frozen=True, extra="forbid"):
     """Content of `run.json` of imported samples."""
 
-    imported: tuple[str, ...]
-    """Names of the files, without their folders."""
+    imported: tuple[str, ...]  # names of the files, without their folders
     columns: dict[str, str]
     temperature: float | None
     logprobs: bool

@@ -106,8 +106,7 @@ NOT_FULL_ATTENTION = frozenset(
 """Architectures with layers that see the past through a window, in part, or as a state. Transformer Engine's exchange
 of keys between ranks supports none of these."""
 
-_WINDOW_OF_MISTRAL = 4096
-"""Default of transformers for a Mistral."""
+_WINDOW_OF_MISTRAL = 4096  # default of transformers for a Mistral
 
 
 def architecture_of(facts: Mapping[str, Any], where: str) -> str:

@@ -21,8 +21,7 @@ from trainer_core.config import Device, TrainerConfig, check_context, experts_of
 from trainer_core.effects import Unused, without_effect
 from trainer_core.platform import te_absent
 
-Facts = Mapping[str, Any]
-"""Content of a model's config.json."""
+Facts = Mapping[str, Any]  # content of a model's config.json
 
 _TOKENIZER = "tokenizer_config.json"
 _OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")

@@ -9,22 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Table = Mapping[str, Any]
-"""A config.json, or a table within it."""
+Table = Mapping[str, Any]  # a config.json, or a table within it
 
 
 @dataclass(frozen=True)
 class Obeyed:
     """A key that decides what a model computes."""
 
-    words: str
-    """Values that trainer and engine compute with, for display."""
-    holds: Callable[[Any, Table], bool]
-    """True for a value, in its table, that is one of them."""
-    tried: tuple[Any, ...] = ()
-    """Values that a test compares with transformers."""
-    absent: str | None = None
-    """Consequence of leaving the key out, if it cannot be left out."""
+    words: str  # values that trainer and engine compute with, for display
+    holds: Callable[[Any, Table], bool]  # True for a value, in its table, that is one of them
+    tried: tuple[Any, ...] = ()  # values that a test compares with transformers
+    absent: str | None = None  # consequence of leaving the key out, if it cannot be left out
 
 
 def only(*values: Any, absent: str | None = None) -> Obeyed:

@@ -47,16 +47,11 @@ class Portion:
     stage: Stage
     done: int
     of: int
-    unit: str
-    """Unit of the count: samples, micro-batches."""
-    tokens: int = 0
-    """Tokens of what is done so far in this attempt."""
-    seconds: float = 0.0
-    """Duration so far."""
-    note: str = ""
-    """More about it: loss 0.5."""
-    left_s: float | None = None
-    """Seconds until it is done, at the pace so far."""
+    unit: str  # unit of the count: samples, micro-batches
+    tokens: int = 0  # tokens of what is done so far in this attempt
+    seconds: float = 0.0  # duration so far
+    note: str = ""  # more about it: loss 0.5
+    left_s: float | None = None  # seconds until it is done, at the pace so far
 
 
 class Page(Protocol):
@@ -94,28 +89,19 @@ class RunContext:
     config_digest: str
     """Identity of the configuration under which the run was recorded; every manifest of the run carries it."""
     workers: Workers
-    scratch: Path
-    """Local folder for files in transit."""
-    fence: Fence | None = None
-    """The lease under which this process drives the run; a commit without it is refused."""
+    scratch: Path  # local folder for files in transit
+    fence: Fence | None = None  # the lease under which this process drives the run; a commit without it is refused
     outbox: WriteBehind = field(default_factory=WriteBehind)
     """Jobs that are done behind the stages: storing and publishing."""
-    performer: Performer = directly
-    """Runs stages: as Prefect tasks in a flow, else directly."""
-    tries: Tries = once
-    """Decides which failed stages are tried again."""
-    starts: Starts = field(default_factory=Starts)
-    """Time that was spent on starts."""
-    announce: Callable[[int, Stage], object] = lambda _iteration, _stage: None
-    """Called before each stage."""
+    performer: Performer = directly  # runs stages: as Prefect tasks in a flow, else directly
+    tries: Tries = once  # decides which failed stages are tried again
+    starts: Starts = field(default_factory=Starts)  # time that was spent on starts
+    announce: Callable[[int, Stage], object] = lambda _iteration, _stage: None  # called before each stage
     memory: Path | None = None
     """Folder in shared memory for the state that is being stored; else, or without room, `scratch` is used."""
-    say: Callable[[str], object] = lambda _text: None
-    """Tells people one line."""
-    page: Page = field(default_factory=NoPage)
-    """The run's page for people."""
-    revisions: Revisions = FIRST
-    """The run's revisions, seen from the one that is worked on."""
+    say: Callable[[str], object] = lambda _text: None  # tells people one line
+    page: Page = field(default_factory=NoPage)  # the run's page for people
+    revisions: Revisions = FIRST  # the run's revisions, seen from the one that is worked on
     documents: Mapping[str, Document] = field(default_factory=dict)
     """Configurations of the run's revisions, by digest, if they differ."""
 

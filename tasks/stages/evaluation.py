@@ -154,8 +154,7 @@ class _Asked:
     settings: EvaluationSettings
     prepared: Prepared
     served: Served
-    made_of: Mapping[str, str]
-    """Sources of the reward functions, by name."""
+    made_of: Mapping[str, str]  # sources of the reward functions, by name
     writer: PartWriter
 
     def __post_init__(self) -> None:

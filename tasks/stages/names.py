@@ -9,18 +9,14 @@ from storage.ids import Workflow
 class Stage(StrEnum):
     """A step of an iteration whose result is one manifest. The values are stored: they never change."""
 
-    PREPARE = "prepare"
-    """Iteration 0 only: model directory and datasets, as parts."""
+    PREPARE = "prepare"  # iteration 0 only: model directory and datasets, as parts
     ROLLOUT = "rollout"
     REWARD = "reward"
-    TRAIN = "train"
-    """At iteration 0: the supervised warm-up, which makes the first state."""
+    TRAIN = "train"  # at iteration 0: the supervised warm-up, which makes the first state
     WEIGHT_SYNC = "weight-sync"
     EVALUATE = "evaluate"
-    SELECT = "select"
-    """Iteration 0 of a run that trains on stored samples: which those are."""
-    RESCORE = "rescore"
-    """Iteration 0 of such a run, if asked for: new scores of the selected samples."""
+    SELECT = "select"  # iteration 0 of a run that trains on stored samples: which those are
+    RESCORE = "rescore"  # iteration 0 of such a run, if asked for: new scores of the selected samples
 
 
 LOOP = (Stage.PREPARE, Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)

@@ -19,8 +19,7 @@ from tasks.data.tokenizer import TextCodec
 from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
-MODEL = "model/"
-"""Prefix of the names of the model's parts."""
+MODEL = "model/"  # prefix of the names of the model's parts
 
 _TABLES = 3
 

@@ -14,8 +14,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.prepared import prompts
 from tasks.stages.views import Prepared
 
-Logprobs = Sequence[np.ndarray]
-"""Of each sequence float32 nats of its tokens 1, 2, ..."""
+Logprobs = Sequence[np.ndarray]  # of each sequence float32 nats of its tokens 1, 2, ...
 
 
 class Difference(NamedTuple):

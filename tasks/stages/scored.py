@@ -17,8 +17,7 @@ from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
 
-COLUMNS = ("reward", "status", "detail", "reason", "components")
-"""Of a table of scores, in this order in `columns`."""
+COLUMNS = ("reward", "status", "detail", "reason", "components")  # of a table of scores, in this order in `columns`
 REPLACED = "reward_source_replaced"
 """Fact of a reward stage: the former sources of the functions that have changed since the iteration before."""
 

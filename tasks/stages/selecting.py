@@ -33,14 +33,11 @@ class Rollout:
     """A stored rollout that may be selected from."""
 
     root: Root
-    place: str | None
-    """URL of its root; None is the run's own."""
+    place: str | None  # URL of its root; None is the run's own
     manifest: Manifest
     reward: Manifest | None
-    prepared: Prepared | None
-    """The prompts that it answers; None if it was imported."""
-    head: int
-    """The head of its run, from which all of its rollouts are seen."""
+    prepared: Prepared | None  # the prompts that it answers; None if it was imported
+    head: int  # the head of its run, from which all of its rollouts are seen
 
 
 @dataclass(frozen=True)
@@ -149,8 +146,7 @@ class Selecting:
     answered: dict[str, Answered] = field(default_factory=dict)
     """By the digest of their stage `prepare`, if they are to be scored again."""
     examined: int = 0
-    unscored: int = 0
-    """Rollouts that were left out, because they have no scores yet."""
+    unscored: int = 0  # rollouts that were left out, because they have no scores yet
     duplicates: int = 0
     groups: int = 0
     rows: int = 0
@@ -276,13 +272,11 @@ def hashes_of(table: pa.Table) -> NDArray[np.uint64]:
 class Ranges:
     """Ranges over all selected samples."""
 
-    longest: int = 0
-    """Most tokens of a prompt with its response."""
+    longest: int = 0  # most tokens of a prompt with its response
     largest_token: int = 0
     temperatures: set[float] = field(default_factory=set)
     least_top_p: float = 1.0
-    without_logprobs: int = 0
-    """Samples whose log-probabilities are not known."""
+    without_logprobs: int = 0  # samples whose log-probabilities are not known
     rewards: float = 0.0
     scored: int = 0
 

@@ -35,8 +35,7 @@ class Work:
 
     context: RunContext
     iteration: int
-    writer: PartWriter
-    """Writer of its parts."""
+    writer: PartWriter  # writer of its parts
 
     @property
     def config(self) -> RunConfig:
@@ -57,8 +56,7 @@ class StageOutput:
     schema_fingerprint: str | None = None
     facts: Mapping[str, JsonValue] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    content: str | None = None
-    """Name of the fact that identifies what the parts hold, if that is known before they are."""
+    content: str | None = None  # name of the fact that identifies what the parts hold, if that is known before they are
     store: Callable[[], tuple[Part, ...]] | None = None
     """Stores the parts and returns them, if a fact identifies them; called once, by the outbox."""
     identified: Callable[[str], None] | None = None
@@ -131,10 +129,8 @@ class Attempt:
     number: int
     started: datetime
     clock: float
-    stored: float
-    """Seconds of this process in storage by then."""
-    awaited: float
-    """Seconds of this process in starts by then."""
+    stored: float  # seconds of this process in storage by then
+    awaited: float  # seconds of this process in starts by then
 
     @classmethod
     def begin(cls, context: RunContext, writer: PartWriter) -> "Attempt":

@@ -31,15 +31,11 @@ _SHARE = 0.8  # of the deadline of a call, which ends the process: this one must
 class Delivery:
     """The outcome of one update of every engine."""
 
-    weights_digest: str
-    """Identity of all weights together."""
-    digests: dict[str, str]
-    """`tensor_digest` of each weight by name."""
+    weights_digest: str  # identity of all weights together
+    digests: dict[str, str]  # `tensor_digest` of each weight by name
     bytes: int
-    landed: int
-    """Tensors that each engine has found again in its live parameters."""
-    exchanges: int
-    """Exchanges of metadata between trainer ranks."""
+    landed: int  # tensors that each engine has found again in its live parameters
+    exchanges: int  # exchanges of metadata between trainer ranks
     seconds: dict[str, float]
     """Time by step: plan, prepare, send, verify, commit; the last three together are `pause`; by what ranks and engines
     spent theirs on, of the slowest: send_convert, receive_load and so on."""

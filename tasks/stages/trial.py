@@ -31,15 +31,11 @@ class Example(BaseModel, frozen=True, extra="forbid"):
 
     prompt_id: str
     sample_id: int
-    response: str
-    """Its text."""
-    stored: float | None
-    """The stored reward; None if there is none."""
-    reward: float | None
-    """Score of the function; None if there is none."""
+    response: str  # its text
+    stored: float | None  # the stored reward; None if there is none
+    reward: float | None  # score of the function; None if there is none
     components: dict[str, float] | None
-    detail: str
-    """Reason for a missing score."""
+    detail: str  # reason for a missing score
 
 
 class Trial(BaseModel, frozen=True, extra="forbid"):
@@ -47,25 +43,16 @@ class Trial(BaseModel, frozen=True, extra="forbid"):
 
     run: str
     iteration: int
-    sources: dict[str, str]
-    """By name of a function: the digest of its file, or the version of one of ours."""
+    sources: dict[str, str]  # by name of a function: the digest of its file, or the version of one of ours
     samples: int
-    unscored: int
-    """Samples without a score."""
-    reasons: dict[str, int]
-    """Number of unscored samples by reason: exception, exit, no_number, non_finite or timeout."""
-    too_many: bool
-    """True if the stage would fail with so many."""
-    mean: float | None
-    """Mean reward of the samples with a score."""
-    components: dict[str, float]
-    """Mean of each component."""
-    stored_mean: float | None
-    """Mean of the stored rewards; None if the iteration is not scored."""
-    changed: int | None
-    """Samples whose stored reward is another; None if the iteration is not scored."""
-    examples: tuple[Example, ...]
-    """Of what failed, else of what has changed, else the first."""
+    unscored: int  # samples without a score
+    reasons: dict[str, int]  # number of unscored samples by reason: exception, exit, no_number, non_finite or timeout
+    too_many: bool  # True if the stage would fail with so many
+    mean: float | None  # mean reward of the samples with a score
+    components: dict[str, float]  # mean of each component
+    stored_mean: float | None  # mean of the stored rewards; None if the iteration is not scored
+    changed: int | None  # samples whose stored reward is another; None if the iteration is not scored
+    examples: tuple[Example, ...]  # of what failed, else of what has changed, else the first
 
 
 def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> Trial:

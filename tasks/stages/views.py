@@ -9,8 +9,7 @@ from storage.errors import SchemaMismatch, StorageError
 from storage.manifest import Manifest, Part
 from trainer_core.state.facts import STATE_SCHEME, StateIdentity
 
-IDENTITY = "state"
-"""Name of the fact that identifies a train state by what it holds."""
+IDENTITY = "state"  # name of the fact that identifies a train state by what it holds
 
 
 @dataclass(frozen=True)
@@ -68,28 +67,22 @@ class Performed:
 
     view: View
     reused: bool
-    pending: bool = False
-    """True while the outbox is still to publish its manifest."""
+    pending: bool = False  # True while the outbox is still to publish its manifest
 
 
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
 
-    stop_tokens = _numbers()
-    """Token ids that end a response."""
-    left_out_tokens = _numbers()
-    """Token ids that texts of responses lack."""
-    train_rows = _numbers()
-    """Training prompts of each source, in the order of the table."""
+    stop_tokens = _numbers()  # token ids that end a response
+    left_out_tokens = _numbers()  # token ids that texts of responses lack
+    train_rows = _numbers()  # training prompts of each source, in the order of the table
 
 
 class Rollouts(View):
     """Samples of one iteration."""
 
-    cursor = _number()
-    """Prompts drawn since the run began, these included."""
-    weight_version = _number()
-    """Weight version that generated the samples."""
+    cursor = _number()  # prompts drawn since the run began, these included
+    weight_version = _number()  # weight version that generated the samples
 
 
 class Rewards(View):
@@ -99,8 +92,7 @@ class Rewards(View):
 class Trained(View):
     """A train state."""
 
-    cursor = _number()
-    """Prompts that were consumed: drawn, and trained on."""
+    cursor = _number()  # prompts that were consumed: drawn, and trained on
 
     @property
     def identity(self) -> StateIdentity:
@@ -121,10 +113,8 @@ class Trained(View):
 class Served(View):
     """Weights that every engine holds, proven."""
 
-    cursor = _number()
-    """Prompts consumed by the training that made the weights."""
-    weight_version = _number()
-    """Iteration whose training made the weights."""
+    cursor = _number()  # prompts consumed by the training that made the weights
+    weight_version = _number()  # iteration whose training made the weights
     weights_digest = Fact("a text", lambda value: value if isinstance(value, str) else None)
     """Identity of all weights together."""
 
