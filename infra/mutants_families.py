@@ -53,8 +53,8 @@ FAMILIES = (
         "sequence-sums-of-one-rank",
         "a sum over a divided sequence is that of one rank's tokens",
         "trainer_core/objectives/tokens.py",
-        "        return _summed(self.own_sum(values), self.group)\n",
-        "        return self.own_sum(values)\n",
+        "return own if self.group is None else _SumOverRanks.apply(own, self.group)",
+        "return own",
         _OBJECTIVES,
     ),
     Mutant(

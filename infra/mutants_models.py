@@ -103,8 +103,8 @@ MODELS: tuple[Mutant, ...] = (
         "clipping-of-one-update",
         "clipping may be set where every ratio is 1",
         "trainer_core/objectives/objective_config.py",
-        "    return single if policy.updates_once else None\n",
-        "    return None\n",
+        "lambda policy: policy.updates_once,",
+        "lambda _: False,",
         (_POLICY,),
     ),
     Mutant(

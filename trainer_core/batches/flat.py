@@ -36,16 +36,10 @@ class FlatBatch:
 
 
 _EMPTY = FlatBatch(
-    rows=np.array([-1]),
-    lengths=np.array([1]),
-    response_lengths=np.array([1]),
-    tokens=np.array([0]),
-    positions=np.array([0]),
-    filling=np.array([True]),
-    predicting=np.array([0]),
-    targets=np.array([0]),
+    rows=np.array([-1]), lengths=np.array([1]), response_lengths=np.array([1]), tokens=np.array([0]),
+    positions=np.array([0]), filling=np.array([True]), predicting=np.array([0]), targets=np.array([0]),
     responses=np.array([-1]),
-)
+)  # fmt: skip
 
 
 def flatten(sequences: Sequences, rows: Indices, multiple: int = 1, context: Context = WHOLE) -> FlatBatch:
@@ -70,18 +64,15 @@ def alike(batches: Sequence[FlatBatch]) -> list[FlatBatch]:
 
 def _filled_up_to(batch: FlatBatch, segments: int, positions: int, predicting: int) -> FlatBatch:
     """One added segment takes the missing positions and predictions; the others are empty."""
-    missing = positions - len(batch.tokens), predicting - len(batch.targets)
-    added = segments - len(batch.rows)  # at least 1
-    lengths, responses = np.zeros((2, added), dtype=np.int64)
-    lengths[0], responses[0] = missing
-    zeros = np.zeros(missing[1], dtype=np.int64)
-    return FlatBatch(
-        rows=np.append(batch.rows, np.full(added, -1)),
-        lengths=np.append(batch.lengths, lengths),
-        response_lengths=np.append(batch.response_lengths, responses),
-        tokens=np.append(batch.tokens, np.zeros(missing[0], dtype=np.int64)),
-        positions=np.append(batch.positions, np.arange(missing[0])),
-        filling=np.append(batch.filling, np.ones(missing[0], dtype=np.bool_)),
+    batch, missing = _filled_up(batch, positions - len(batch.tokens), always=True), predicting - len(batch.targets)
+    empty, zeros = np.zeros(segments - len(batch.rows), dtype=np.int64), np.zeros(missing, dtype=np.int64)
+    responses = np.append(batch.response_lengths, empty)
+    responses[len(batch.rows) - 1] = missing
+    return replace(
+        batch,
+        rows=np.append(batch.rows, empty - 1),
+        lengths=np.append(batch.lengths, empty),
+        response_lengths=responses,
         predicting=np.append(batch.predicting, zeros + positions - 1),
         targets=np.append(batch.targets, zeros),
         responses=np.append(batch.responses, zeros - 1),
@@ -114,8 +105,9 @@ def _divided(batch: FlatBatch, context: Context) -> FlatBatch:
     )
 
 
-def _filled_up(batch: FlatBatch, missing: int) -> FlatBatch:
-    if not missing:
+def _filled_up(batch: FlatBatch, missing: int, always: bool = False) -> FlatBatch:
+    """A segment more takes the missing positions; it is `always` there, or only if some are missing."""
+    if not (missing or always):
         return batch
     return replace(
         batch,

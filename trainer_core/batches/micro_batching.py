@@ -11,7 +11,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """BatchLimits of a micro-batch."""
+    """Limits of a micro-batch."""
 
     tokens: int  # most positions; a longer sequence goes alone
     sequences: int | None = None  # most sequences; None: as many as fit

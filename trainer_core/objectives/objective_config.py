@@ -137,32 +137,27 @@ def _with_loss(without: Callable[[LossTable | UserLoss], bool]) -> Callable[[Pol
     return lambda policy: f'loss.type = "{policy.loss.type}"' if without(policy.loss) else None
 
 
+def _under(applies: Callable[[PolicyConfig], bool], what: str) -> Callable[[PolicyConfig], str | None]:
+    return lambda policy: what if applies(policy) else None
+
+
 def _without_group(policy: PolicyConfig) -> str | None:
     grouped = isinstance(policy.advantage, GroupAdvantage)
     return None if grouped else f'advantage.type = "{policy.advantage.type}"'
 
 
-def _without_kl(policy: PolicyConfig) -> str | None:
-    return "kl_coefficient = 0" if policy.kl_coefficient == 0 else None
+_without_kl = _under(lambda policy: policy.kl_coefficient == 0, "kl_coefficient = 0")
+_with_one_update = _under(
+    lambda policy: policy.updates_once,
+    'mini_batches = 1, epochs = 1 and old_policy = "trainer", where every ratio is 1',
+)
+_without_gradient = _under(  # on average over samples of the policy k1 has none (docs/algorithms.md)
+    lambda policy: policy.kl_estimator == "k1" and policy.kl_in == "loss",
+    'kl_estimator = "k1" in the loss, where its gradient is 0 on average (take "k2", "k3" or kl_in = "reward")',
+)
 
 
-def _with_one_update(policy: PolicyConfig) -> str | None:
-    single = 'mini_batches = 1, epochs = 1 and old_policy = "trainer", where every ratio is 1'
-    return single if policy.updates_once else None
-
-
-def _without_gradient(policy: PolicyConfig) -> str | None:
-    """On average over samples of the policy k1 has no gradient (docs/algorithms.md)."""
-    if policy.kl_estimator != "k1" or policy.kl_in == "reward":
-        return None
-    return 'kl_estimator = "k1" in the loss, where its gradient is 0 on average (take "k2", "k3" or kl_in = "reward")'
-
-
-def _without_pairs(policy: PolicyConfig) -> str | None:
-    """Samples with equal rewards make no pair anyway."""
-    return f'loss.type = "{policy.loss.type}"' if policy.loss.paired and policy.most_groups is None else None
-
-
+_paired = _with_loss(lambda loss: loss.paired)
 _OF_CLIPPING = ("clip_low", "clip_high")
 _OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in")
 _OF_SAMPLING = ("old_policy", "correction")
@@ -171,13 +166,15 @@ _UNUSED: tuple[Unused[PolicyConfig], ...] = (
     *(Unused(name, _with_loss(lambda loss: not isinstance(loss, ClipLoss))) for name in _OF_CLIPPING),
     *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_ADVANTAGES),
     *(Unused(name, _with_loss(lambda loss: loss.imitates or loss.paired)) for name in _OF_SAMPLING),
-    *(Unused(name, _with_loss(lambda loss: loss.paired)) for name in _OF_TOKENS),
+    *(Unused(name, _paired) for name in _OF_TOKENS),
     Unused("normalize_by_std", _without_group),
     Unused("kl_in", _without_kl),
     Unused("kl_estimator", _without_kl),
     Unused("kl_coefficient", _without_gradient),
     *(Unused(name, _with_one_update) for name in (*_OF_CLIPPING, "loss.clip_low", "loss.clip_high", "loss.dual_limit")),
-    Unused("leave_out_equal_groups", _without_pairs),
+    Unused(  # samples with equal rewards make no pair anyway
+        "leave_out_equal_groups", lambda policy: _paired(policy) if policy.most_groups is None else None
+    ),
 )
 """Settings that others leave without effect."""
 

@@ -39,7 +39,8 @@ class Segments:
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """(R,) -> (S,), over the tokens of all ranks; differentiable. Collective in `group`."""
-        return _summed(self.own_sum(values), self.group)
+        own = self.own_sum(values)
+        return own if self.group is None else _SumOverRanks.apply(own, self.group)  # pyright: ignore[reportReturnType]
 
     def own_sum(self, values: torch.Tensor) -> torch.Tensor:
         """(R,) -> (S,), over the tokens of this rank alone; differentiable."""
@@ -102,10 +103,6 @@ class Tokens:
                 f"the loss reads tokens.{name}, which train.policy.loss.needs does not name: add {need!r} to it"
             )
         return self.values[name]
-
-
-def _summed(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return values if group is None else _SumOverRanks.apply(values, group)  # pyright: ignore[reportReturnType]
 
 
 class _SumOverRanks(torch.autograd.Function):

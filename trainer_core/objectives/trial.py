@@ -32,11 +32,11 @@ def try_objective(policy: PolicyConfig) -> None:
     logprobs, *others = (-torch.rand(count, generator=generator) - 0.01 for _ in range(4))
     names = ("old_logprobs", "behaviour_logprobs", "reference_logprobs")
     known = dict(zip(names, others, strict=True)) | {"entropy": torch.rand(count, generator=generator)}
-    needed = {f"{name}_logprobs" for name in policy.loss.needs} | set(policy.loss.needs)
-    needed |= {"behaviour_logprobs"} if policy.weighs_behaviour else set()
-    needed |= {"reference_logprobs"} if policy.needs_reference else set()
-    needed |= {"entropy"} if policy.needs_entropy else set()
-    values = {name: value for name, value in known.items() if name in needed | {"old_logprobs"}}
+    needed = {
+        "old_logprobs": True, "behaviour_logprobs": policy.weighs_behaviour,
+        "reference_logprobs": policy.needs_reference, "entropy": policy.needs_entropy,
+    }  # fmt: skip
+    values = {name: value for name, value in known.items() if needed[name]}
     if policy.needs_advantages:
         scored = ScoredSamples(_REWARDS, _GROUPS, np.isfinite(_REWARDS), _LENGTHS)
         penalties = np.full(count, 0.01) if policy.kl_in == "reward" else None

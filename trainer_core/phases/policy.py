@@ -140,13 +140,10 @@ class PolicyPhase:
     def mini_batches(self, units: Units) -> Iterator[Units]:
         """Mini-batches of all epochs, in order."""
         for _ in range(self.policy.epochs):
-            yield from self._of_epoch(units)
-
-    def _of_epoch(self, units: Units) -> Iterator[Units]:
-        if self.policy.mini_batches > 1:
-            units = np.random.default_rng((*self.seed, self.optimizer.updates)).permutation(units)
-        parts = np.array_split(units, self.policy.mini_batches)
-        yield from (part for part in parts if len(part))
+            order = units
+            if self.policy.mini_batches > 1:
+                order = np.random.default_rng((*self.seed, self.optimizer.updates)).permutation(units)
+            yield from filter(len, np.array_split(order, self.policy.mini_batches))
 
     def _update(
         self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool
@@ -166,14 +163,10 @@ class PolicyPhase:
 
 def mean_of(updates: Sequence[UpdateReport]) -> dict[str, float]:
     """Means over updates, and the last learning rate."""
-    return {
-        "loss": float(np.mean([update.loss for update in updates])),
-        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
-        "clip_fraction": float(np.mean([update.clip_fraction for update in updates])),
-        "learning_rate": updates[-1].learning_rate,
-        "steps": float(len(updates)),
-        **mean_auxiliary_loss(updates),
-    }
+    names = ("loss", "grad_norm", "clip_fraction")
+    means = {name: float(np.mean([vars(update)[name] for update in updates])) for name in names}
+    last = {"learning_rate": updates[-1].learning_rate, "steps": float(len(updates))}
+    return means | last | mean_auxiliary_loss(updates)
 
 
 def mean_kl(change: Vector) -> float:

@@ -33,14 +33,9 @@ def apply_loss(
     values: Mapping[str, Vector],
     objective: Objective,
 ) -> tuple[UpdateReport, Gradients]:
-    """Take one optimizer step on `rows`; the arguments are those of `Passes.gradients`. Collective.
-
-    Returns:
-        Its report, and the pass before it, which holds its micro-batches.
-
-    Raises:
-        NumericsError: the loss or the gradient norm is not finite; weights and buffers are then unchanged.
-    """
+    """Take one optimizer step on `rows`; the arguments are those of `Passes.gradients`. Collective. Returns its report,
+    and the pass before it, which holds its micro-batches. Raises NumericsError: the loss or the gradient norm is not
+    finite; weights and buffers are then unchanged."""
     with passes.model.buffers_kept_on_failure():
         gradients = passes.gradients(sequences, rows, weights, values, objective)
         if not math.isfinite(gradients.loss):
@@ -49,10 +44,8 @@ def apply_loss(
                 f"the learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
             )
         norm = optimizer.update()
-    found = UpdateReport(
-        gradients.loss, gradients.clip_fraction, norm, optimizer.learning_rate, gradients.auxiliary_loss
-    )
-    return found, gradients
+    clipped, rate = gradients.clip_fraction, optimizer.learning_rate
+    return UpdateReport(gradients.loss, clipped, norm, rate, gradients.auxiliary_loss), gradients
 
 
 def mean_auxiliary_loss(updates: Sequence[UpdateReport]) -> dict[str, float]:

@@ -38,7 +38,7 @@ def _torch_replacements() -> Iterator[tuple[Any, str, object]]:
     # where tensors are created: "the current device"
     yield cuda, "current_device", lambda: _CPU
     # one thread of execution: a stream has nothing to wait for
-    yield cuda, "synchronize", _nothing
+    yield cuda, "synchronize", lambda *args, **kwargs: None
     yield cuda, "current_stream", lambda device=None: _Stream()
     yield cuda, "stream", lambda stream=None: contextlib.nullcontext()
     yield cuda, "Stream", _Stream
@@ -114,10 +114,6 @@ def _reduce_scatter_uneven(tensor: torch.Tensor, group: Any, sizes: list[int]) -
 
 def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    """Replaces calls that wait for a device."""
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:

@@ -87,7 +87,11 @@ class Saver:
             self._files.close()
             self._files = None
         directory.mkdir(parents=True, exist_ok=True)
-        made = _laid_out(directory, shards, self._mesh)
+        made: MappedFiles | StorageUnavailable
+        try:
+            made = MappedFiles(directory, self._mesh.rank, shards, pinning_of(self._mesh.device))
+        except StorageUnavailable as error:
+            made = error
         failures: list[StorageUnavailable | None] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, made if isinstance(made, StorageUnavailable) else None)
         for failure in filter(None, failures):
@@ -97,13 +101,6 @@ class Saver:
         assert isinstance(made, MappedFiles)
         self._files = made
         return made
-
-
-def _laid_out(directory: Path, shards: list[Shard], mesh: Mesh) -> MappedFiles | StorageUnavailable:
-    try:
-        return MappedFiles(directory, mesh.rank, shards, pinning_of(mesh.device))
-    except StorageUnavailable as error:
-        return error
 
 
 def load_state(
