@@ -36,8 +36,8 @@ RETRAIN = (
         "select-scores-of-another-revision",
         "a rollout that was done again is selected with the newest scores, of whichever rollout",
         "storage/selection.py",
-        "        if rollout.digest in one.inputs.values():\n",
-        "        if True:\n",
+        "for one in every if rollout.digest in one.inputs.values()",
+        "for one in every",
         _SELECTING,
     ),
     Mutant(

@@ -59,8 +59,8 @@ STORAGE = (
         "names-not-flushed-again",
         "a part that a killed process linked is named without its folder being flushed",
         "storage/backends/local.py",
-        "                _flush_all_names(target.parent)\n",
-        "                pass\n",
+        "            _flush_all_names(target.parent)\n        return made\n",
+        "            pass\n        return made\n",
         _ROOT,
     ),
     Mutant(

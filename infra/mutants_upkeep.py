@@ -62,7 +62,7 @@ UPKEEP = (
         "archive-is-never-behind",
         "a stage that is committed again is not archived again",
         "storage/upkeep/archive.py",
-        " and one.modified > max([place.changed(committed), *chosen])",
+        " and one.modified > changed",
         "",
         _CHUNKS,
     ),

@@ -15,8 +15,7 @@ class GrowingFile:
     def __init__(self, root: Root, key: str, seconds: float = SECONDS) -> None:
         self._root, self._key, self._seconds = root, key, seconds
         self._whole: bytearray | None = None
-        self._due = 0.0
-        self._behind = False
+        self._due, self._behind = 0.0, False
 
     @property
     def appends(self) -> bool:

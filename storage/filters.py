@@ -184,8 +184,7 @@ class _Parser:
             compound = {"list": "write length(column)", "map": "write column.key"}
             repair = compound.get(left.kind) or compound.get(right.kind) or "compare values of the same kind"
             self._fail(sign, f"it compares a {left.kind} with a {right.kind}: {repair}")
-        sides = _alike(left, right)
-        return _Value(_COMPARISONS[sign.text](*sides), "truth", left.place)
+        return _Value(_COMPARISONS[sign.text](*_alike(left, right)), "truth", left.place)
 
     def _among(self, left: _Value) -> pc.Expression:
         self._expect("(", "the values after 'in' are in parentheses, as in ('stop', 'length')")
@@ -215,13 +214,14 @@ class _Parser:
     def _number(self, value: _Value) -> pc.Expression:
         if value.kind != "number":
             repair = "write length(column)" if value.kind in ("list", "map") else "calculate with numbers only"
-            self._fail(_Token("sign", self._rest(value.place), value.place), f"it is a {value.kind}: {repair}")
+            self._fail(self._at(value), f"it is a {value.kind}: {repair}")
         return value.expression.cast(pa.float64(), safe=False)
 
     def _truth(self, value: _Value) -> pc.Expression:
         if value.kind != "truth":
-            place = _Token("sign", self._rest(value.place), value.place)
-            self._fail(place, f"it is a {value.kind}, which is neither true nor false: compare it with something")
+            self._fail(
+                self._at(value), f"it is a {value.kind}, which is neither true nor false: compare it with something"
+            )
         return value.expression
 
     def _factor(self) -> _Value:
@@ -234,19 +234,16 @@ class _Parser:
             return self._named(token)
         if token.text == "-":
             with self._deeper():
-                return self._minus(token)
+                value = self._factor()
+                if value.kind == "number" and isinstance(value.literal, int | float):
+                    return self._literal(-value.literal, "number", token)
+                return _Value(pc.negate(self._number(value)), "number", token.place)  # pyright: ignore[reportAttributeAccessIssue]
         if token.text == "(":
             with self._deeper():
                 found = self._condition()
             self._expect(")", f"it ends what begins at position {token.place + 1}")
             return found
         return self._fail(token, f"a column or a value is missing here; columns are {', '.join(self._schema.names)}")
-
-    def _minus(self, token: _Token) -> _Value:
-        value = self._factor()
-        if value.kind == "number" and isinstance(value.literal, int | float):
-            return self._literal(-value.literal, "number", token)
-        return _Value(pc.negate(self._number(value)), "number", token.place)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _literal(self, value: int | float | str | bool, kind: Kind, token: _Token) -> _Value:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -293,8 +290,8 @@ class _Parser:
         kind = self._schema.field(token.text).type
         return _Value(pc.field(token.text), _kind_of(kind), token.place, kind)
 
-    def _rest(self, place: int) -> str:
-        return self._text[place : place + 20].strip()
+    def _at(self, value: _Value) -> _Token:
+        return _Token("sign", self._text[value.place : value.place + 20].strip(), value.place)
 
     @contextmanager
     def _deeper(self) -> Iterator[None]:

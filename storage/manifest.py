@@ -54,7 +54,6 @@ def _readable_facts(facts: dict[str, JsonValue], info: ValidationInfo) -> dict[s
 
 
 def _unusable_fact(facts: dict[str, JsonValue]) -> str | None:
-    """The first fact that is not finite, in words; None if all are."""
     found = _not_finite(facts)
     return f"fact {found!r} is {facts[found]}, and only finite numbers are facts" if found is not None else None
 

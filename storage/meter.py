@@ -15,9 +15,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._active = 0
-        self._since = 0.0
-        self._total = 0.0
+        self._active, self._since, self._total = 0, 0.0, 0.0
 
     def seconds(self) -> float:
         """Wall time so far, including blocks in progress."""

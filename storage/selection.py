@@ -87,10 +87,8 @@ def scores_of(root: Root, workflow: Workflow, rollout: Manifest, seen: Revisions
     first; by default they are read."""
     head = find(root, rollout.run, rollout.iteration, workflow.scores, seen)
     made = revisions(root, rollout.run, rollout.iteration, workflow.scores, seen)
-    for one in [*([head] if head else []), *reversed(list(made))]:
-        if rollout.digest in one.inputs.values():
-            return one
-    return None
+    every = [*([head] if head else []), *reversed(list(made))]
+    return next((one for one in every if rollout.digest in one.inputs.values()), None)
 
 
 def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[pa.Table]:

@@ -165,20 +165,18 @@ class LocalFiles(Backend):
     def _publish(
         self, target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True
     ) -> bool:
-        if _exists(target) or not self._create(target, fill, given, durable):
-            if durable:  # the process that linked it may have died before it flushed the name
-                _flush_all_names(target.parent)
-            return False
-        if durable:
+        made = False
+        if not _exists(target):
+            self._make_folders(target.parent)
+            with _temporary(target.parent, fill, given, durable) as temporary:
+                if durable:
+                    _flush_names(target.parent)
+                made = _link(temporary, target)
+        if durable and made:
             _sync(target.parent)
-        return True
-
-    def _create(self, target: Path, fill: Callable[[BinaryIO], object], given: Path | None, durable: bool) -> bool:
-        self._make_folders(target.parent)
-        with _temporary(target.parent, fill, given, durable) as temporary:
-            if durable:
-                _flush_names(target.parent)
-            return _link(temporary, target)
+        elif durable:  # the process that linked it may have died before it flushed the name
+            _flush_all_names(target.parent)
+        return made
 
     def _make_folders(self, folder: Path) -> None:
         """Make missing folders; a root that is made here, and what is above it, is this user's alone. Folders in it

@@ -227,7 +227,7 @@ class Root:
             retry=retry_if_exception(self.backend.is_temporary),
             stop=stop_all(stop_after_attempt(attempts), stop_before_delay(self.patience)),
             wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
-            before_sleep=_OutageSaid(self.patience),
+            before_sleep=_said_once(self.patience),
             reraise=True,
         ):
             with attempt:
@@ -268,28 +268,21 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
                 f"the store does not answer at {root.url}/{key} ({type(error).__name__}: {error}). Nothing that was "
                 "committed is lost: start the same command again once it does"
             ) from error
-        raise StorageUnavailable(_failure(root, key, error)) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StorageUnavailable(
+                f"no space left while writing {root.url}/{key} ({error.strerror}). Nothing that was committed is lost: "
+                "free space and start the same command again"
+            ) from error
+        raise StorageUnavailable(f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}") from error
 
 
-def _failure(root: Root, key: str, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return (
-            f"no space left while writing {root.url}/{key} ({error.strerror}). Nothing that was committed is lost: "
-            "free space and start the same command again"
-        )
-    return f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
+def _said_once(patience: float) -> Callable[[RetryCallState], None]:
+    """Called before each pause: say once that an operation waits for the store."""
+    said: list[str] = []
 
+    def say(state: RetryCallState) -> None:
+        if not said and state.outcome is not None and (state.seconds_since_start or 0.0) >= _SILENT_S:
+            said.append(type(state.outcome.exception()).__name__)
+            logger.warning("the store does not answer (%s): waiting for it, up to %g s", said[0], patience)
 
-class _OutageSaid:
-    """Says once that an operation waits for the store."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience, self._said = patience, False
-
-    def __call__(self, state: RetryCallState) -> None:
-        """Called before each pause."""
-        if self._said or state.outcome is None or (state.seconds_since_start or 0.0) < _SILENT_S:
-            return
-        self._said = True
-        cause = type(state.outcome.exception()).__name__
-        logger.warning("the store does not answer (%s): waiting for it, up to %g s", cause, self._patience)
+    return say

@@ -75,8 +75,7 @@ def newest_number(root: Root, run: str) -> int | None:
 
 def read(root: Root, run: str, number: int) -> Entry:
     """The entry with that number; raises as `records.read`."""
-    key = layout.lease_key(run, number)
-    return records.read(root, key, Entry)
+    return records.read(root, layout.lease_key(run, number), Entry)
 
 
 def append(root: Root, run: str, entry: Entry) -> Entry:

@@ -33,13 +33,11 @@ CHUNKS = "chunk"
 _FLOATS = ("logprobs",)
 _SCORES = [name for name in REWARD.names if name not in ROLLOUT.names]
 _TEXTS = [
-    pa.field("prompt", pa.string(), metadata={"meaning": "text of the prompt", "unit": ""}),
-    pa.field(
-        "response",
-        pa.string(),
-        metadata={"meaning": "text of the response, without stop, padding and BOS tokens", "unit": ""},
-    ),
-]
+    pa.field(name, pa.string(), metadata={"meaning": meaning, "unit": ""})
+    for name, meaning in (
+        ("prompt", "text of the prompt"), ("response", "text of the response, without stop, padding and BOS tokens"),
+    )
+]  # fmt: skip
 SAMPLES = pa.schema([*ROLLOUT, *(REWARD.field(name).with_nullable(True) for name in _SCORES), *_TEXTS])
 """Columns of the archive: the rollout table, the scores (null where a sample is not scored yet) and the texts."""
 
@@ -151,9 +149,8 @@ def compact_new(
             root.remove(one.key)
     for place in places:
         own = [one for one in there if place.number == _number(one, size)]
-        current = [
-            one for one in own if _span(one) == place.span and one.modified > max([place.changed(committed), *chosen])
-        ]
+        changed = max([place.changed(committed), *chosen])
+        current = [one for one in own if _span(one) == place.span and one.modified > changed]
         if not current:
             pairs = [(load(root, key), load(root, place.rewards[at])) for at, key in place.rollouts.items()]
             written.append(store_archive(root, run, CHUNKS, pairs, texts()))
@@ -200,5 +197,4 @@ def _span(one: Stored) -> tuple[int, int] | None:
 
 
 def _number(one: Stored, size: int) -> int | None:
-    span = _span(one)
-    return None if span is None else (span[0] - 1) // size
+    return (span[0] - 1) // size if (span := _span(one)) else None
