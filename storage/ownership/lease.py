@@ -278,8 +278,10 @@ def _is_at_work(entry: Entry, clock: Clock) -> bool:
 
 def _acquisition(newest: int | None, owner: Owner, seconds: float, clock: Clock) -> Entry:
     number, now, token = (newest or 0) + 1, clock.wall(), uuid.uuid4().hex
-    times = {"written": now, "expires": now + timedelta(seconds=seconds)}
-    return Entry(number=number, kind="acquired", epoch=number, token=token, owner=owner, choices=0, **times)
+    end = now + timedelta(seconds=seconds)
+    return Entry(
+        number=number, kind="acquired", epoch=number, token=token, owner=owner, written=now, expires=end, choices=0
+    )
 
 
 def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
