@@ -195,8 +195,8 @@ INPUTS = (
         "tools-of-no-conversation",
         "tools_field is given for records that are no conversations, and this is not said",
         "tasks/data/sources.py",
-        'elif setting != "tools_field" or any(setting in one.used for one in counted):',
-        "else:",
+        'elif setting == "tools_field" and not any(setting in one.used for one in counted):',
+        "elif False:",
         ("tests/tasks/data/test_sources.py::test_a_setting_of_which_nothing_makes_use_is_refused",),
     ),
     Mutant(

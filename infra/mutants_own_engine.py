@@ -18,8 +18,8 @@ OWN_ENGINE = (
         "engine-source-runtime",
         "the source of an engine may change between rollouts of a run",
         "tasks/config/run.py",
-        '    source: Annotated[str, _SAMPLES] = Field(default="", exclude_if=_no)\n',
-        '    source: Annotated[str, RUNTIME] = Field(default="", exclude_if=_no)\n',
+        '    source: Annotated[str, _SAMPLES] = Field(default="", exclude_if=operator.not_)\n',
+        '    source: Annotated[str, RUNTIME] = Field(default="", exclude_if=operator.not_)\n',
         _CONFIG,
     ),
     Mutant(

@@ -50,8 +50,8 @@ TASKS = (
         "stale-prompts",
         "prompts that were tokenized for a check are used although the files have changed since",
         "tasks/data/sources.py",
-        "        seen,\n",
-        "        len(seen),\n",
+        "limits, seen]",
+        "limits, len(seen)]",
         _PROMPTS,
     ),
     Mutant(

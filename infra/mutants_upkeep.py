@@ -102,7 +102,7 @@ UPKEEP = (
         "form-for-secrets",
         "the form of a flow run asks for a secret, which the server would store",
         "tasks/config/reference.py",
-        "or mark.secret or",
+        "or key.mark.secret or",
         "or",
         ("tests/flows/deployments/test_new_run.py",),
     ),

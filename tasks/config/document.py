@@ -66,6 +66,7 @@ def without_blanks(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_document(path: str) -> dict[str, Any]:
     """The content of a TOML file (any fsspec URL). Raises InputError: it cannot be read or parsed."""
+    unreadable = (OSError, ImportError, ValueError, *(client_errors() if path.startswith("s3") else ()))
     try:
         with fsspec.open(path, "rb") as file:
             return tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,12 +74,8 @@ def read_document(path: str) -> dict[str, Any]:
         raise InputError(f"configuration {shown_text(path)} does not exist: give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
-    except (OSError, ImportError, ValueError, *_of_a_store(path)) as error:
+    except unreadable as error:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
-
-
-def _of_a_store(path: str) -> tuple[type[Exception], ...]:
-    return client_errors() if path.startswith("s3") else ()
 
 
 def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
@@ -117,12 +114,9 @@ def explained(error: ValidationError) -> str:
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `section.key=value` into a parsed document, first those that decide which other keys there may be.
     Raises InputError: as `apply_override`."""
-    for override in sorted(overrides, key=lambda given: not _decides(given.partition("=")[0].strip())):
+    paths = {given: given.partition("=")[0].strip() for given in overrides}
+    for override in sorted(overrides, key=lambda one: not (paths[one].endswith(".type") or paths[one] in SWITCHED)):
         apply_override(document, override)
-
-
-def _decides(path: str) -> bool:
-    return path.endswith(".type") or path in SWITCHED
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -32,11 +32,7 @@ _ORCHESTRATION = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # actors reserve no GPU in Ray, yet must see the cards given to them
 }
 
-_LOOPBACK = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
-}
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 _ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # `EngineSpec.own_core` decides; on CPU a 1 adds a process for the worker

@@ -137,11 +137,9 @@ def _reads(models: Models, stage: str, above: Mark, prefix: str) -> Iterator[str
 
 
 def _same(old: JsonValue, new: JsonValue) -> bool:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return not changed_meaning(old, new)
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_same, old, new))
-    return old == new
+    return not changed_meaning(old, new) if isinstance(old, dict) and isinstance(new, dict) else old == new
 
 
 STAGES = frozenset(stage for _, key in leaves_of(RunConfig) for stage in key.mark.stages or ())

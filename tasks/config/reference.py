@@ -2,11 +2,11 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 from typing import Any, get_args, get_origin
 
-import annotated_types
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, JsonValue, RootModel
 from pydantic.fields import FieldInfo
 
@@ -18,22 +18,12 @@ MEANING, RUNTIME = "meaning", "runtime"
 TYPE = "type"  # the key that says which of several forms a table has
 
 _KINDS: dict[Any, str] = {
-    datetime: "time",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-    dict: "table",
+    datetime: "time", int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table",
     tuple: "list of tables",
-}
+}  # fmt: skip
 _EXAMPLES = {"train.max_length": "128", "train.optimizer.learning_rate": "1e-5"}
-_FORMS = {
-    "text": '"..."',
-    "time": "2026-11-22T03:00:00Z",
-    "whole number": "1",
-    "number": "1.0",
-    "true": "true",
-}
+_FORMS = {"text": '"..."', "time": "2026-11-22T03:00:00Z", "whole number": "1", "number": "1.0", "true": "true"}
+_LIMITS: dict[Any, str] = {Ge: "at least", Gt: "above", Le: "at most", Lt: "below"}
 _WIDTH = 118
 _SIMPLE = ("string", "integer", "number", "boolean")
 _KEPT = (
@@ -112,14 +102,8 @@ def tables() -> list[Table]:
 def listed_tables() -> list[Table]:
     """The tables of which a setting takes a list, each kind once, after the first setting that does."""
     places = {model: place for place, model in reversed(list(_listed(RunConfig, ())))}
-    return [
-        Table(
-            f"[{'.'.join(place)}]",
-            _text(model.__doc__),
-            tuple(_key(model, name, place, None) for name in model.model_fields),
-        )
-        for model, place in sorted(places.items(), key=lambda item: item[1])
-    ]
+    by_place = sorted(places.items(), key=lambda item: item[1])
+    return [replace(one := _whole(model, place), path=f"[{one.path}]") for model, place in by_place]
 
 
 def markdown() -> str:
@@ -140,6 +124,11 @@ def default_of(key: Key) -> str:
     return key.default
 
 
+def _whole(model: type[BaseModel], place: tuple[str, ...]) -> Table:
+    """A table with all keys of a model."""
+    return Table(".".join(place), _text(model.__doc__), tuple(_key(model, name, place) for name in model.model_fields))
+
+
 def _tables(model: type[BaseModel], path: tuple[str, ...], default: BaseModel | None) -> Iterator[Table]:
     below = {name: section for name, field in model.model_fields.items() if (section := _section_of(field))}
     keys = [_key(model, name, path, default) for name in model.model_fields if name not in below]
@@ -158,10 +147,7 @@ def _alternatives(field: FieldInfo, place: tuple[str, ...]) -> Iterator[Table]:
     """A table of which `type` says what it may hold: the default, and the others as `Table.instead`."""
     kinds = [choice for choice in choices(field.annotation) if isinstance(choice, type)]
     kinds.sort(key=lambda kind: kind is not type(field.default))  # the default first
-    first, *others = [
-        Table(".".join(place), _text(kind.__doc__), tuple(_key(kind, name, place, None) for name in kind.model_fields))
-        for kind in kinds
-    ]
+    first, *others = [_whole(kind, place) for kind in kinds]
     types = [key for table in (first, *others) for key in table.keys if key.name == TYPE]
     names, texts = " or ".join(key.kind for key in types), " ".join(f"{key.kind}: {key.text}" for key in types)
     keys = [replace(key, kind=names, text=texts) if key.name == TYPE else key for key in first.keys]
@@ -173,16 +159,17 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
-def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: BaseModel | None) -> Key:
+def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: BaseModel | None = None) -> Key:
     field, place = model.model_fields[name], (*path, name)
     key = key_at(RunConfig, ".".join(place))
     stages = () if key is None else key.mark.stages or ()
     value = field.default if default is None else dict(default)[name]
     known = value is not None and not (field.is_required() and default is None)
+    limits = [f"{_LIMITS[type(one)]} {astuple(one)[0]}" for one in field.metadata if type(one) in _LIMITS]
     return Key(
         name=name,
         path=".".join(place),
-        kind=", ".join([_kind(field.annotation), *_limits(field)]),
+        kind=", ".join([" or ".join(map(_kind_of, choices(field.annotation))), *limits]),
         default=toml(value) if known else None,
         required=field.is_required(),
         role=MEANING if stages else RUNTIME,
@@ -203,10 +190,6 @@ def _listed(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tup
                 yield (*path, name), inner
 
 
-def _kind(annotation: Any) -> str:
-    return " or ".join(map(_kind_of, choices(annotation)))
-
-
 def _kind_of(choice: Any) -> str:
     if isinstance(choice, str | int):
         return f'"{choice}"' if isinstance(choice, str) else f"{choice}"
@@ -214,25 +197,12 @@ def _kind_of(choice: Any) -> str:
         return _KINDS[get_origin(choice) or choice]
     inner = get_args(choice)[0]
     if isinstance(inner, type) and issubclass(inner, BaseModel):
-        return "list of tables"
+        return _KINDS[tuple]
     return f"list of {' or '.join(f'{_kind_of(part)}s' for part in choices(inner))}"
 
 
 def _text(given: str | None) -> str:
     return " ".join((given or "").split())
-
-
-def _limits(field: FieldInfo) -> Iterator[str]:
-    for limit in field.metadata:
-        match limit:
-            case annotated_types.Ge(ge=bound):
-                yield f"at least {bound}"
-            case annotated_types.Gt(gt=bound):
-                yield f"above {bound}"
-            case annotated_types.Le(le=bound):
-                yield f"at most {bound}"
-            case annotated_types.Lt(lt=bound):
-                yield f"below {bound}"
 
 
 def _section(table: Table) -> str:
@@ -298,12 +268,11 @@ def _property(schema: Mapping[str, Any], path: tuple[str, ...], known: Mapping[s
     """The form of a setting or table; None if it has none."""
     key = key_at(RunConfig, ".".join(path))
     assert key is not None
-    text, mark = _text(schema.get("description")), key.mark
     found = _resolved(schema, known)
     # of a secret a person would type the value itself, which Prefect would store
-    if found is None or mark.secret or path[-1] == _TRIED:
+    if found is None or key.mark.secret or path[-1] == _TRIED:
         return None
-    text = text or _text(found.get("description"))
+    text = _text(schema.get("description")) or _text(found.get("description"))
     common = {"title": ".".join(path), "description": text}
     if "properties" in found:
         inner = {name: _property(one, (*path, name), known) for name, one in found["properties"].items()}
@@ -313,7 +282,7 @@ def _property(schema: Mapping[str, Any], path: tuple[str, ...], known: Mapping[s
         found = _CHOICE
     default = schema.get("default")
     notes = [] if default in (None, "") else [f"Default: {default}."]
-    notes += [_FIXED] if mark.stages else []
+    notes += [_FIXED] if key.mark.stages else []
     return {**common, "description": " ".join([text, *notes]), **{key: found[key] for key in _KEPT if key in found}}
 
 
@@ -321,9 +290,6 @@ def _resolved(schema: Mapping[str, Any], known: Mapping[str, Any]) -> Mapping[st
     """The schema that this one refers to, or the first of its alternatives that a person can type."""
     if "$ref" in schema:
         return _resolved(known[schema["$ref"].rpartition("/")[2]], known)
-    for alternatives in (schema.get("anyOf"), schema.get("oneOf")):
-        if alternatives is not None:
-            return next((one for each in alternatives if (one := _resolved(each, known)) is not None), None)
-    if schema.get("type") in _SIMPLE or "properties" in schema:
-        return schema
-    return None
+    if (alternatives := schema.get("anyOf", schema.get("oneOf"))) is not None:
+        return next((one for each in alternatives if (one := _resolved(each, known)) is not None), None)
+    return schema if schema.get("type") in _SIMPLE or "properties" in schema else None

@@ -2,9 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
-from tasks.config.section import Section, check_url
+from tasks.config.section import Section, public
 from trainer_core.marks import FUNCTION
 
 
@@ -15,14 +15,8 @@ class ReportSection(Section):
     """Best and worst samples, that many of each, in the table of examples of each iteration on the Prefect flow run."""
     wandb: bool | str = False
     """Weights & Biases: the project, or true for "ratchet". Needs the package wandb; WANDB_MODE=offline works."""
-    mlflow: str | None = None
+    mlflow: Annotated[str, AfterValidator(public)] | None = None
     """MLflow: the tracking URI, such as "sqlite:///mlflow.db" or "https://host". Needs mlflow-skinny."""
 
     trackers: Annotated[tuple[str, ...], FUNCTION] = ()
     """Trackers of your own: `file.py:name`, `package.module:name` or an entry point of the group `ratchet.trackers`."""
-
-    @field_validator("mlflow")
-    @classmethod
-    def _public(cls, url: str | None) -> str | None:
-        check_url(url or "")
-        return url

@@ -4,15 +4,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from storage.backends.stores import absolute_url
 from storage.errors import InputError
 from storage.ids import check_run_name
-from tasks.config.section import Section, check_url
+from tasks.config.section import Section, public
 
 _SPAN = re.compile(r"(?P<run>[^@]+)(?:@(?P<first>\d+)(?:(?P<open>-)(?P<last>\d*))?)?")
 _AGE = re.compile(r"(?P<number>\d+)(?P<unit>[mhdw])")
@@ -70,14 +70,14 @@ def moment_before(age: str, now: datetime) -> datetime:
 class RetrainSection(Section):
     """A run that trains on stored samples and samples none: `ratchet retrain` writes this table."""
 
-    start: str
+    start: Annotated[str, AfterValidator(lambda text: _usable(text, state_of))]
     """The state to start from, as [ROOT//]RUN@ITERATION. Its model and prompts become the run's own. A relative ROOT is
     recorded as the absolute path that it is when the run begins, here and in `select`."""
-    select: tuple[str, ...] = Field(min_length=1)
+    select: tuple[Annotated[str, AfterValidator(lambda text: _usable(text, place_of))], ...] = Field(min_length=1)
     """Runs whose samples are taken, each as [ROOT//]RUN[@FROM-TO]; without a root it is the run's own root."""
     where: str = ""
     """Condition over the columns of samples and scores, as in reward > 0 and weight_version >= 12; empty takes all."""
-    since: datetime | None = None
+    since: Annotated[datetime, AfterValidator(lambda time: _in_utc(time))] | None = None
     """Only samples that were committed at this time or later (UTC)."""
     revisions: Literal["head", "all"] = "head"
     """Of a rollout that was done again: the samples that count in its run, or those of every revision."""
@@ -103,28 +103,16 @@ class RetrainSection(Section):
         epoch, place = divmod(iteration - 1, shares)
         return int(np.random.default_rng([seed, epoch]).permutation(shares)[place]) if self.shuffle else place
 
-    @field_validator("start")
-    @classmethod
-    def _one_state(cls, start: str) -> str:
-        return _usable(start, state_of)
 
-    @field_validator("select")
-    @classmethod
-    def _places(cls, select: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_usable(text, place_of) for text in select)
-
-    @field_validator("since")
-    @classmethod
-    def _in_utc(cls, since: datetime | None) -> datetime | None:
-        if since is not None and since.tzinfo is None:
-            raise ValueError(f"since {since} has no time zone: write it with one, as in 2026-11-22T00:00:00Z")
-        return None if since is None else since.astimezone(UTC)
+def _in_utc(since: datetime) -> datetime:
+    if since.tzinfo is None:
+        raise ValueError(f"since {since} has no time zone: write it with one, as in 2026-11-22T00:00:00Z")
+    return since.astimezone(UTC)
 
 
 def _usable(text: str, parse: Callable[[str], Place]) -> str:
-    check_url(text)
     try:
-        parse(text)
+        parse(public(text))
         return absolute(text)
     except InputError as error:
         raise ValueError(str(error)) from None

@@ -2,15 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import (
-    Field,
-    FiniteFloat,
-    JsonValue,
-    ValidationInfo,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, create_model, field_validator, model_validator
 
 from tasks.config.credentials import literal_secrets
 from tasks.config.section import Section

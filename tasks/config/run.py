@@ -1,9 +1,10 @@
 """The configuration of a run: frozen models. Imports without torch."""
 
+import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, create_model, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
@@ -21,7 +22,7 @@ from trainer_core.marks import FUNCTION, RUNTIME, decides
 class RunSection(Section):
     """Name and length of the run."""
 
-    name: str | None = None
+    name: Annotated[str, AfterValidator(check_run_name)] | None = None
     """Id of the run below the storage root; also set by `--run`."""
     iterations: int = Field(default=1, ge=0)
     """RL iterations after the preparation (iteration 0). May be raised later to continue."""
@@ -32,11 +33,6 @@ class RunSection(Section):
     """Automatic retries of a stage after a process that computes for it was lost."""
     outage_s: float = Field(default=900.0, ge=0)
     """Seconds for which each operation of the store is retried while the store does not answer."""
-
-    @field_validator("name")
-    @classmethod
-    def _usable(cls, name: str | None) -> str | None:
-        return name if name is None else check_run_name(name)
 
 
 class WarmupSection(Section):
@@ -99,20 +95,15 @@ class SyncSection(Section):
     """Allowed largest |engine - trainer|, nat. By default 0.005 if both compute in fp32, else 0.1."""
 
 
-_PASS: dict[str, Any] = {  # a word of Python, too, which no attribute can be named
-    "pass": (
-        str | None,
-        Field(
-            default=None,
-            description="Which answers pass, as a condition over `reward` and the components of the reward: "
-            '`"right >= 1"`. By default those with the reward 1, if every reward is 0 or 1; else there is a mean '
-            "reward, and no pass rate.",
-        ),
-    )
-}
+_PASS = (
+    'Which answers pass, as a condition over `reward` and the components of the reward: `"right >= 1"`. By default '
+    "those with the reward 1, if every reward is 0 or 1; else there is a mean reward, and no pass rate."
+)
+# a keyword of Python cannot be written as a field
+_FIELDS: Any = {"pass": (str | None, Field(default=None, description=_PASS))}
 
 
-class EvaluateSection(create_model("_Passing", __base__=Section, **_PASS)):
+class EvaluateSection(create_model("_Passing", __base__=Section, **_FIELDS)):
     """Greedy answers to held-out prompts."""
 
     every: int = Field(default=1, ge=0)
@@ -128,10 +119,6 @@ class EvaluateSection(create_model("_Passing", __base__=Section, **_PASS)):
 
 ENGINES = "ratchet.engines"  # entry points by which an installed package offers engines
 _SAMPLES = decides("rollout", "weight-sync", "evaluate")
-
-
-def _no(value: object) -> bool:
-    return not value
 
 
 class EngineSection(Section):
@@ -167,10 +154,10 @@ class EngineSection(Section):
     """Run vLLM's scheduler in a process of its own. By default so on a GPU, unless `device.deterministic`; with
     `tensor` above 1 always."""
     # vLLM runs have neither key in their meaning
-    function: Annotated[str | None, _SAMPLES, FUNCTION] = Field(default=None, exclude_if=_no)
+    function: Annotated[str | None, _SAMPLES, FUNCTION] = Field(default=None, exclude_if=operator.not_)
     """Class of an engine of your own, in place of vLLM: `file.py:NAME` with a file beside the configuration or in the
     working directory, `package.module:NAME`, or an entry point of the group `ratchet.engines`."""
-    source: Annotated[str, _SAMPLES] = Field(default="", exclude_if=_no)
+    source: Annotated[str, _SAMPLES] = Field(default="", exclude_if=operator.not_)
     """Digest of the source of `function`, which is filled in when a configuration is read: another source is another
     run. If it is given, the source must have it."""
 
@@ -276,12 +263,12 @@ def _split(config: RunConfig) -> str | None:
     return f"engine.tensor = {config.engine.tensor}, whose processes are always their own" if given else None
 
 
-def _of_one_process(config: RunConfig) -> str | None:
-    return None if config.engine.function is None else "engine.function, whose engine is one process"
+_ONE_PROCESS = "engine.function, whose engine is one process"
+_NO_REST = "keep_newest not given, whose rest it thins out"
 
 
-def _generated(config: RunConfig) -> str | None:
-    return "model.generate" if config.model.generate is not None else None
+def _because(why: str, holds: Callable[[RunConfig], bool]) -> Callable[[RunConfig], str | None]:
+    return lambda config: why if holds(config) else None
 
 
 def _off(config: RunConfig) -> str | None:
@@ -295,23 +282,18 @@ SWITCHED = {"evaluate.every": ("evaluate.prompts",), "warmup.steps": ("warmup.ba
 
 UNUSED: tuple[Unused[RunConfig], ...] = (
     *(Unused(name, _off) for name in SWITCHED["evaluate.every"]),
-    *(
-        Unused(name, lambda config: None if config.warmup.steps else "warmup.steps = 0")
-        for name in SWITCHED["warmup.steps"]
-    ),
+    *(Unused(name, _because("warmup.steps = 0", lambda c: not c.warmup.steps)) for name in SWITCHED["warmup.steps"]),
     Unused("train.policy.overlong", _unreached),
     Unused("train.policy.loss.best", _with_samples(1)),
     Unused("train.policy.loss.pairs", _with_samples(2)),
     Unused("train.policy.most_groups", _all_groups),
     Unused("engine.own_process", _split),
-    Unused("engine.tensor", _of_one_process),
-    Unused("engine.source", lambda config: "engine.function not given" if config.engine.function is None else None),
-    Unused("model.download", _generated),
-    Unused("model.token", _generated),
-    Unused("model.accept", _generated),
-    Unused(
-        "storage.keep_every",
-        lambda config: "keep_newest not given, whose rest it thins out" if config.storage.keep_newest is None else None,
+    Unused("engine.tensor", _because(_ONE_PROCESS, lambda c: c.engine.function is not None)),
+    Unused("engine.source", _because("engine.function not given", lambda c: c.engine.function is None)),
+    *(
+        Unused(f"model.{name}", _because("model.generate", lambda c: c.model.generate is not None))
+        for name in ("download", "token", "accept")
     ),
+    Unused("storage.keep_every", _because(_NO_REST, lambda c: c.storage.keep_newest is None)),
 )
 """Settings that others leave without effect."""

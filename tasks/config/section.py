@@ -33,17 +33,18 @@ class Section(BaseModel):
         if isinstance(value, str) and any(one.secret for one in marks) and referenced(value) is None:
             raise ValueError('it would be stored with the run: give it by reference, as "env:NAME"')
         if isinstance(value, str) and any(one.place == "files" for one in marks):
-            check_url(value)
+            public(value)
         return value
 
 
-def check_url(url: str) -> None:
-    """Raises ValueError: a URL has credentials."""
+def public(url: str) -> str:
+    """The URL. Raises ValueError: it has credentials."""
     if has_credentials(url):
         raise ValueError(
             "it is a URL with credentials, which would be stored with the run: leave them to the environment, or "
             'give the whole URL by reference, as "env:NAME", and export NAME'
         )
+    return url
 
 
 def unusable_numbers(value: Any, path: str = "") -> Iterator[str]:

@@ -122,13 +122,11 @@ def fetched(shown: str, address: str, folder: Path) -> list[Path]:
         names = _matching(fs, path)
         if not names:
             raise InputError(_missing(shown))
-        odd = next((name for name in names if not is_encodable(name)), None)
-        if odd is not None:
-            raise InputError(f"the name of the file {odd!r} is not UTF-8, so no record can hold it: rename the file")
+        if odd := [name for name in names if not is_encodable(name)]:
+            raise InputError(f"the name of the file {odd[0]!r} is not UTF-8, so no record can hold it: rename the file")
         if any(fs.isdir(name) for name in names):
-            raise InputError(
-                f"dataset {shown} is a folder: name its files by a pattern, such as {shown.rstrip('/')}/*.jsonl"
-            )
+            pattern = f"{shown.rstrip('/')}/*.jsonl"
+            raise InputError(f"dataset {shown} is a folder: name its files by a pattern, such as {pattern}")
         if "file" in fs.protocol:
             return [Path(name) for name in names]
         plain = [re.sub(r"[^A-Za-z0-9._-]", "_", path_of(name).rpartition("/")[2])[-80:] for name in names]
@@ -279,11 +277,9 @@ def _checked(values: Record, place: str) -> Record:
         found = Flaw("", "is nested too deeply")
     if found is None:
         return values
-    what = f"field {found.place.removeprefix('.')!r}" if found.place else "it"
-    raise InputError(
-        f"{place}: {what} {found.fact}. A record holds what JSON can "
-        "hold: write a text, a number or null there, or leave the field out with data.leave_out"
-    )
+    fact = f"{f'field {found.place.removeprefix(".")!r}' if found.place else 'it'} {found.fact}"
+    repair = "write a text, a number or null there, or leave the field out with data.leave_out"
+    raise InputError(f"{place}: {fact}. A record holds what JSON can hold: {repair}")
 
 
 @contextmanager
@@ -342,10 +338,9 @@ def _csv(stream: IO[bytes], where: str, delimiter: str = ",") -> Iterator[Record
             check_different(rows.fieldnames or (), where, "the header")
             for row in rows:
                 if None in row or None in row.values():
-                    count = (
-                        f"{'more' if None in row else 'fewer'} fields than the header's {len(rows.fieldnames or [])}"
-                    )
-                    raise InputError(f"{where}, line {rows.line_num}: {count}. Fix or remove the line")
+                    count = f"{'more' if None in row else 'fewer'} fields than the header's"
+                    fact = f"{where}, line {rows.line_num}: {count} {len(rows.fieldnames or [])}"
+                    raise InputError(f"{fact}. Fix or remove the line")
                 yield row
         except UnicodeDecodeError as error:
             place = f"{where}, after line {rows.line_num}"

@@ -91,7 +91,8 @@ def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[R
     operands = range(section.min_operand, section.max_operand + 1)
     pairs = list(itertools.combinations_with_replacement(operands, 2))
     rng.shuffle(pairs)
-    count = _pairs_for(pairs, section.held_out)
+    made = itertools.accumulate(1 + (first != second) for first, second in pairs)  # prompts: a pair of equals gives one
+    count = next((number for number, total in enumerate(made, 1) if total >= section.held_out), len(pairs))
     held_out, train = _prompts(pairs[:count], section, rng), _prompts(pairs[count:], section, rng)
     if not train:
         raise InputError(
@@ -100,7 +101,7 @@ def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[R
         )
     tables: dict[str, list[Record]] = {"train": train, "held_out": held_out[: section.held_out]}
     if section.warmup:
-        tables["warmup"] = _demonstrations(train, section, rng)
+        tables["warmup"] = [_demonstration(record, section, rng) for record in train[: section.warmup]]
     return tables
 
 
@@ -108,12 +109,6 @@ def forget_carries(first: int, second: int) -> int:
     """The sum of each pair of digits without the carry into the next: 47 + 38 gives 75."""
     digits = itertools.zip_longest(reversed(str(first)), reversed(str(second)), fillvalue="0")
     return sum((int(a) + int(b)) % 10 * 10**place for place, (a, b) in enumerate(digits))
-
-
-def _pairs_for(pairs: list[tuple[int, int]], prompts: int) -> int:
-    """Number of pairs that give at least `prompts` prompts; a pair of two different numbers gives two."""
-    made = itertools.accumulate(1 + (first != second) for first, second in pairs)
-    return next((number for number, total in enumerate(made, 1) if total >= prompts), len(pairs))
 
 
 def _prompts(pairs: list[tuple[int, int]], section: GeneratedAddition, rng: random.Random) -> list[Record]:
@@ -131,21 +126,17 @@ def _record(first: int, second: int, answer: int, section: GeneratedAddition) ->
     }
 
 
-def _demonstrations(train: list[Record], section: GeneratedAddition, rng: random.Random) -> list[Record]:
-    shown: list[Record] = []
-    for record in train[: section.warmup]:
-        first, second = map(int, record["id"].split("+"))
-        mistaken = rng.random() < section.warmup_mistakes
-        shown.append(_record(first, second, forget_carries(first, second) if mistaken else first + second, section))
-    return shown
+def _demonstration(record: Record, section: GeneratedAddition, rng: random.Random) -> Record:
+    first, second = map(int, record["id"].split("+"))
+    mistaken = rng.random() < section.warmup_mistakes
+    return _record(first, second, forget_carries(first, second) if mistaken else first + second, section)
 
 
 def shapes(facts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of each tensor of a Llama, Mistral, Qwen2 or Qwen3 with this config.json, in the order in which
     those of a generated model are drawn."""
-    hidden, heads, inner, name = (
-        facts[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size", "architectures")
-    )
+    hidden, heads, inner = facts["hidden_size"], facts["num_attention_heads"], facts["intermediate_size"]
+    name = facts["architectures"]
     size = int(facts.get("head_dim") or hidden // heads)
     queries, keys = heads * size, int(facts.get("num_key_value_heads") or heads) * size
     yield "model.embed_tokens.weight", (facts["vocab_size"], hidden)

@@ -91,13 +91,8 @@ def fetch(model: HubId, token: str | None) -> Path:
     patterns = [before + pattern for pattern in (*TEXT_FILES, "*.safetensors", INDEX)]
     try:
         with _access(download=True):
-            found = snapshot_download(
-                model.name,
-                revision=model.revision,
-                token=token,
-                allow_patterns=patterns,
-                ignore_patterns="consolidated*",
-            )
+            wanted = {"allow_patterns": patterns, "ignore_patterns": "consolidated*"}
+            found = snapshot_download(model.name, revision=model.revision, token=token, **wanted)
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
             f"model.source {model} cannot be fetched from the hub: {_said(error)}. Check the name "

@@ -1,6 +1,5 @@
 """The model of a run: a folder on any fsspec filesystem, the hub's cache, or generated."""
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
 from tasks.data.generated import generate_model, model_config, shapes
 from tasks.data.hub import INDEX, TEXT_FILES, cache_folder, cached, fetch, hub_id, is_hub_id
+from tasks.data.values import json_object
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FAILURES = (OSError, ImportError, ValueError)
@@ -53,13 +53,7 @@ class ModelFolder:
 
     def document(self, name: str) -> dict[str, Any]:
         """A file that holds a JSON object. Raises InputError: it is missing, or is something else."""
-        try:
-            value = json.loads(self.read(name))
-        except ValueError as error:
-            raise InputError(f"{self}: {name} is not JSON ({error}): restore it from where the model came") from None
-        if not isinstance(value, dict):
-            raise InputError(f"{self}: {name} holds a {type(value).__name__}, not an object: restore it")
-        return value
+        return json_object(self.read(name), f"{self}: {name}")
 
     def weights(self) -> list[str]:
         """Names of the files with the model's weights: those of the index, if there is one. Raises InputError: there
@@ -96,10 +90,9 @@ class ModelFolder:
 def open_model(section: ModelSection) -> ModelFolder:
     """The directory of a model that is not generated; with `model.download` it is brought from the hub first. Raises
     InputError: there is no such directory, and the hub's cache does not have it."""
-    source = str(resolve(section.source, "model.source"))
-    token = resolve(section.token, "model.token") if section.token is not None else None
-    if section.download and _names_a_hub_model(source):
-        return _local(section, fetch(hub_id(source), None if token is None else str(token)))
+    source, token = (resolve(dict(section)[name], f"model.{name}") for name in ("source", "token"))
+    if section.download and _names_a_hub_model(str(source)):
+        return _local(section, fetch(hub_id(str(source)), None if token is None else str(token)))
     return find_model(section)
 
 
@@ -107,17 +100,14 @@ def find_model(section: ModelSection) -> ModelFolder:
     """Like `open_model`, but nothing is fetched from the hub."""
     source = str(resolve(section.source, "model.source"))
     if _names_a_hub_model(source):
-        folder = cached(hub_id(source))
-        if folder is None:
+        if (folder := cached(hub_id(source))) is None:
             raise InputError(_absent(section, source))
         return _local(section, folder)
     try:
         fs, path = fsspec.core.url_to_fs(source)
     except _FAILURES as error:
-        reason = without_secrets(str(error))
-        raise InputError(
-            f"model.source {section.source} cannot be read ({reason}): give a Hugging Face directory"
-        ) from None
+        fact = f"model.source {section.source} cannot be read ({without_secrets(str(error))})"
+        raise InputError(f"{fact}: give a Hugging Face directory") from None
     return ModelFolder(str(section.source), fs, path)
 
 

@@ -48,16 +48,16 @@ def prompt_batches(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of one source, without those that `room` drops; the qualifier goes before every id. Raises InputError,
     naming the record: its prompt is missing, empty, too long or of tokens that the model lacks."""
-    numbered = enumerate(records, 1)
-    for some in itertools.batched(numbered, _ROWS):
-        rendered = [renderer.render(read.values, read.place) for _, read in some]
+    for some in itertools.batched(enumerate(records, 1), _ROWS):
+        reads = [read for _, read in some]
+        rendered = [renderer.render(read.values, read.place) for read in reads]
         ids = [qualifier + id_of(read, str(renderer.source.id_field), number) for number, read in some]
         for name, one in zip(ids, rendered, strict=True):
             for kind in one.kinds:
                 renderer.kinds.setdefault(kind, name)
-        batch = _batch(ids, rendered, [read for _, read in some], renderer)
-        _note_unknown(batch, [read.place for _, read in some], renderer)
-        yield _fitting(batch, [f"{renderer.where}, {read.place}" for _, read in some], renderer.codec, room)
+        batch = _batch(ids, rendered, reads, renderer)
+        _note_unknown(batch, reads, renderer)
+        yield _fitting(batch, [f"{renderer.where}, {read.place}" for read in reads], renderer.codec, room)
 
 
 def id_of(read: Read, field: str, number: int) -> str:
@@ -107,41 +107,28 @@ def check_lengths(
 def _batch(ids: list[str], rendered: list[Rendered], reads: Sequence[Read], renderer: Renderer) -> pa.RecordBatch:
     codec, texts = renderer.codec, [one.text for one in rendered]
     prompts = codec.encode_batch(texts)
-    made = _targets(codec, texts, prompts, [one.turn for one in rendered])
-    columns = [
-        pa.array(ids, pa.string()),
-        pa.array(texts, pa.string()),
-        pa.array(
-            [ids if one.chat else codec.opened(ids) for ids, one in zip(prompts, rendered, strict=True)],
-            pa.list_(pa.int32()),
-        ),
-        pa.array([one.answer for one in rendered], pa.string()),
-        pa.array(
-            [_usable(one, read.place, renderer) for read, one in zip(reads, made, strict=True)], pa.list_(pa.int32())
-        ),
-        pa.array([json.dumps(read.values) for read in reads], pa.string()),
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=PROMPTS)
+    made = list(_targets(codec, texts, prompts, [one.turn for one in rendered]))
+    for read, target in zip(reads, made, strict=True):
+        if isinstance(target, InputError) and renderer.trained:
+            raise InputError(f"{renderer.where}, {read.place}: {target}")
+    columns = {
+        "prompt_id": ids,
+        "prompt": texts,
+        "prompt_tokens": [one if by.chat else codec.opened(one) for one, by in zip(prompts, rendered, strict=True)],
+        "answer": [one.answer for one in rendered],
+        "answer_tokens": [None if isinstance(one, InputError) else one for one in made],
+        "record": [json.dumps(read.values) for read in reads],
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=PROMPTS)
 
 
-def _usable(target: list[int] | InputError | None, place: str, renderer: Renderer) -> list[int] | None:
-    """The tokens that are trained on; an answer that cannot be is no error where none is."""
-    if not isinstance(target, InputError):
-        return target
-    if renderer.trained:
-        raise InputError(f"{renderer.where}, {place}: {target}")
-    return None
-
-
-def _note_unknown(batch: pa.RecordBatch, places: Sequence[str], renderer: Renderer) -> None:
+def _note_unknown(batch: pa.RecordBatch, reads: Sequence[Read], renderer: Renderer) -> None:
     unknown, prompts = renderer.codec.backend.special.unknown, batch.column("prompt_tokens")
     there = prompts.flatten().to_numpy(zero_copy_only=False) == unknown
     if unknown is not None and there.any():
-        name = renderer.codec.visible([unknown])[0]
+        fact = f"the tokenizer lacks signs of the prompt, and gives {renderer.codec.visible([unknown])[0]!r} for them"
         for row in np.unique(np.repeat(np.arange(len(prompts)), _lengths(prompts))[there]):
-            renderer.notes.add(
-                f"the tokenizer lacks signs of the prompt, and gives {name!r} for them", places[int(row)]
-            )
+            renderer.notes.add(fact, reads[int(row)].place)
 
 
 def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, room: Room) -> pa.RecordBatch:
@@ -154,14 +141,18 @@ def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, roo
         long |= lengths + _lengths(batch.column("answer_tokens")) > room.max_length
     if not long.any():
         return batch
-    if not room.drop:
-        row = int(long.argmax())
-        solved = int(lengths[row]) + int(_lengths(batch.column("answer_tokens"))[row])
-        raise InputError(
-            _too_long(places[row], batch.column("prompt_id")[row].as_py(), int(lengths[row]), room, solved)
-            + ', or drop such prompts with data.overlong = "drop"'
+    if room.drop:
+        return batch.filter(pa.array(~long))
+    row = int(long.argmax())
+    where, name, length = places[row], batch.column("prompt_id")[row].as_py(), int(lengths[row])
+    fact = _no_room(where, name, length, room, "rollout.max_tokens")
+    if length + room.max_tokens <= room.context:
+        solved = length + int(_lengths(batch.column("answer_tokens"))[row])
+        fact = (
+            f"{where}: prompt {name!r} is too long: {solved} tokens with its answer, but train.max_length = "
+            f"{room.max_length}. Shorten it or raise train.max_length"
         )
-    return batch.filter(pa.array(~long))
+    raise InputError(f'{fact}, or drop such prompts with data.overlong = "drop"')
 
 
 def _check_known(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec) -> None:
@@ -177,15 +168,6 @@ def _check_known(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec)
             f"{places[row]}: the tokenizer makes token {tokens[first]} ({text!r}) of it, but the model has embeddings "
             f"for {codec.vocabulary} (vocab_size in config.json): tokenizer and model do not belong together"
         )
-
-
-def _too_long(where: str, name: str, length: int, room: Room, solved: int | None = None) -> str:
-    if length + room.max_tokens > room.context:
-        return _no_room(where, name, length, room, "rollout.max_tokens")
-    return (
-        f"{where}: prompt {name!r} is too long: {solved} tokens with its answer, but train.max_length = "
-        f"{room.max_length}. Shorten it or raise train.max_length"
-    )
 
 
 def _no_room(where: str, name: str, length: int, room: Room, setting: str) -> str:
@@ -218,7 +200,8 @@ def _targets(
     """For each of N prompts the tokens of its turn, None if it has none, or the reason why it cannot be trained;
     `tokens` are the N rows of token ids of the prompts, without those that go before a plain text."""
     there = {row: turn for row, turn in enumerate(turns) if turn is not None}
-    texts = {row: _text(codec, turn) for row, turn in there.items()}
+    unended = {row: set(codec.stop_tokens).isdisjoint(codec.encode(turn.end)) for row, turn in there.items()}
+    texts = {row: turn.body + ("" if unended[row] else turn.end) for row, turn in there.items()}
     wholes = dict(zip(there, codec.encode_batch([prompts[row] + text for row, text in texts.items()]), strict=True))
     alone = dict(zip(there, codec.encode_batch(list(texts.values())), strict=True))
     bodies = dict(zip(there, codec.encode_batch([turn.body for turn in there.values()]), strict=True))
@@ -230,11 +213,6 @@ def _targets(
         # where the tokenizer joins the end of the prompt with the answer, the model still samples after the prompt
         target = whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone[row]
         yield _refusal(codec, turn, bodies[row], target) or codec.closed(target)
-
-
-def _text(codec: TextCodec, turn: Turn) -> str:
-    ends = set(codec.stop_tokens).isdisjoint(codec.encode(turn.end))
-    return turn.body if ends else turn.body + turn.end
 
 
 def _refusal(codec: TextCodec, turn: Turn, body: list[int], target: list[int]) -> InputError | None:

@@ -81,13 +81,8 @@ def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
         why = "with a tokenizer whose special tokens are stop, padding and BOS tokens alone, which texts never have"
         raise InputError(no_effect("rollout.special_tokens", why, "shown", "hidden"))
     seen = [state(source) for table in TABLES for source in config.data.sources(table)]
-    decides = [
-        config.data.model_dump(mode="json"),
-        config.run.seed,
-        codec.identity,
-        [config.engine.max_model_len, config.rollout.max_tokens, config.train.max_length],
-        seen,
-    ]
+    limits = [config.engine.max_model_len, config.rollout.max_tokens, config.train.max_length]
+    decides = [config.data.model_dump(mode="json"), config.run.seed, codec.identity, limits, seen]
     return _made(_Order(value_digest(decides), config, codec))
 
 
@@ -133,14 +128,13 @@ def _check_effects(data: DataSection, made: Prompts) -> None:
                 seen.setdefault((setting, dict(source)[setting]), []).append(one)
     for (setting, name), counted in seen.items():
         default, fields = DataSection.model_fields[setting].default, {name for one in counted for name in one.fields}
-        if not name or name == default:
-            continue
-        why = "where no conversation has such a field, and the chat template alone writes tools"
+        why = None
         if name not in fields:
             why = f"where no record has such a field, only {', '.join(sorted(fields))}"
-        elif setting != "tools_field" or any(setting in one.used for one in counted):
-            continue
-        raise InputError(no_effect(f"data.{setting}", why, default, name))
+        elif setting == "tools_field" and not any(setting in one.used for one in counted):
+            why = "where no conversation has such a field, and the chat template alone writes tools"
+        if why is not None and name not in ("", default):
+            raise InputError(no_effect(f"data.{setting}", why, default, name))
     used = {name for counted in made.counts.values() for one in counted for name in one.used}
     if unused := [one for one in data.accept if one not in used]:
         raise InputError(no_effect("data.accept", "where the chat template makes no such change", given=unused))
@@ -186,7 +180,11 @@ def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> 
             for batch in prompt_batches(content.records(), renderer, order.room(table), qualifier):
                 rows += batch.num_rows
                 yield batch
-        _check_some(source, where, rows, renderer.records)
+        if not renderer.records:
+            raise InputError(f"dataset {source.source} is empty: give at least one record")
+        if not rows:
+            fact = f'{where}: all {renderer.records} prompts are too long, so data.overlong = "drop" leaves none'
+            raise InputError(f"{fact}: lower rollout.max_tokens or raise engine.max_model_len")
         fields, used = frozenset(renderer.fields), frozenset(renderer.used)
         known.counts.append(Counted(name, rows, renderer.records - rows, fields, used, renderer.kinds))
         known.digests.append(content.digest)
@@ -207,16 +205,6 @@ def _qualifier(names: Sequence[str], name: str) -> str:
     return "" if len(names) == 1 else f"{name}/"
 
 
-def _check_some(source: DataSource, where: str, rows: int, records: int) -> None:
-    if not records:
-        raise InputError(f"dataset {source.source} is empty: give at least one record")
-    if not rows:
-        raise InputError(
-            f'{where}: all {records} prompts are too long, so data.overlong = "drop" leaves none: lower '
-            "rollout.max_tokens or raise engine.max_model_len"
-        )
-
-
 def _names(sources: Sequence[DataSource], table: str) -> list[str]:
     names = [name_of(source) for source in sources]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -230,9 +218,8 @@ def _with_held_out(made: Prompts, count: int, seed: int) -> Prompts:
     train, held_out, left = split_off(made.tables["train"], count, seed)
     before = made.counts["train"]
     ends = np.cumsum([0, *(one.rows for one in before)])
-    counts = tuple(
-        replace(one, rows=int(left[start:end].sum())) for one, start, end in zip(before, ends, ends[1:], strict=False)
-    )
+    places = zip(before, itertools.pairwise(ends), strict=True)
+    counts = tuple(replace(one, rows=int(left[start:end].sum())) for one, (start, end) in places)
     if not all(one.rows for one in counts):
         raise InputError(f"data.hold_out = {count} leaves nothing of a source of data.train: lower it")
     return replace(
@@ -287,14 +274,11 @@ def check_asked_prompts(config: RunConfig, root: Root, prepared: Manifest, setti
 
 def _check_needed(config: RunConfig, tables: Collection[str], solved: bool) -> None:
     if config.warmup.steps and not solved:
-        raise InputError(
-            "warmup.steps is above 0, but there are no solved examples: set data.warmup, or warmup.steps = 0"
-        )
+        repair = "set data.warmup, or warmup.steps = 0"
+        raise InputError(f"warmup.steps is above 0, but there are no solved examples: {repair}")
     if config.evaluate.every and "held_out" not in tables:
-        raise InputError(
-            "evaluate.every is above 0, but there are no held-out prompts: set data.hold_out or data.held_out, or "
-            "evaluate.every = 0"
-        )
+        repair = "set data.hold_out or data.held_out, or evaluate.every = 0"
+        raise InputError(f"evaluate.every is above 0, but there are no held-out prompts: {repair}")
 
 
 def _check_content(table: str, run: str, given: tuple[DataSource, ...], stored: object) -> None:

@@ -1,7 +1,6 @@
 """Text to token ids and back, by the tokenizer of the model directory as its makers meant it."""
 
 import itertools
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from storage.reader import row_views
 from storage.schema import PROMPTS
 from tasks.data.backends import Backend, Chat, read_backend, special_tokens
 from tasks.data.hub import TEXT_FILES
+from tasks.data.values import json_object
 
 TokenRow = Sequence[int] | NDArray[Any]  # the token ids of one text
 _BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run between two batches
@@ -44,10 +44,7 @@ class TextCodec:
 
     @classmethod
     def from_directory(
-        cls,
-        directory: Path,
-        stop_tokens: Sequence[int | str] | None = None,
-        left_out: Collection[int] | None = (),
+        cls, directory: Path, stop_tokens: Sequence[int | str] | None = None, left_out: Collection[int] | None = ()
     ) -> "TextCodec":
         """The tokenizer of a directory, read once per process. `stop_tokens` are texts or ids that end a response,
         instead of all that the directory names: `eos_token_id` of config.json and of generation_config.json, and the
@@ -84,7 +81,7 @@ class TextCodec:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` for each text."""
+        """Token ids of each text, as `encode`."""
         return self.backend.encode(texts)
 
     def opened(self, tokens: list[int]) -> list[int]:
@@ -109,11 +106,8 @@ class TextCodec:
     def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
         """Texts of rows of token ids, without those that are left out. The tokenizer requires lists; these never hold
         more than `_BATCH_TOKENS` tokens at once, or one row."""
-        return [
-            text
-            for batch in _batches(rows)
-            for text in self.backend.decode([without(row, self.left_out) for row in batch])
-        ]
+        batches = ([without(row, self.left_out) for row in batch] for batch in _batches(rows))
+        return [text for batch in batches for text in self.backend.decode(batch)]
 
     def decode_column(self, column: pa.ChunkedArray | pa.ListArray) -> list[str]:
         """`decode_batch` of a list column of a table or record batch: (N rows,) -> N texts."""
@@ -169,17 +163,11 @@ def _begin(backend: Backend) -> tuple[int, ...]:
 
 
 def _json(directory: Path, name: str, optional: bool = False) -> Mapping[str, Any]:
-    try:
-        found = json.loads((directory / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise InputError(f"the model directory has no {name}: give a Hugging Face directory") from None
-    except ValueError as error:
-        raise InputError(f"{name} of the model is not valid JSON ({error}): restore the file") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{name} of the model is a {type(found).__name__}, not an object: restore the file")
-    return found
+    if (directory / name).exists():
+        return json_object((directory / name).read_bytes(), f"{name} of the model")
+    if optional:
+        return {}
+    raise InputError(f"the model directory has no {name}: give a Hugging Face directory")
 
 
 def _ids(named: Any) -> tuple[int, ...]:
@@ -217,9 +205,7 @@ class StoredTexts:
             left_out = [] if tokenizer is None else special_tokens(tokenizer)
         parts = [prepared.part(_PROMPTS)] if _PROMPTS in there else []
         tables = [read_parts(root, [part], PROMPTS, ["prompt_id", "prompt"]) for part in parts]
-        prompts = {
-            name: text for one in tables for name, text in zip(*(column.to_pylist() for column in one), strict=True)
-        }
+        prompts = dict(pair for one in tables for pair in zip(*(column.to_pylist() for column in one), strict=True))
         return cls(tokenizer, prompts, frozenset(left_out))  # pyright: ignore[reportArgumentType] - ids
 
     def __call__(self, samples: pa.Table) -> tuple[pa.Array, pa.Array]:

@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from storage.errors import InputError
+
 _PLAIN = (str, int, float, bool, type(None), list, dict)
 _short = reprlib.Repr(maxstring=80, maxother=80, maxlong=80, maxlist=8, maxdict=8)
 
@@ -17,6 +19,17 @@ def parsed(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def json_object(content: bytes, name: str) -> dict[str, Any]:
+    """The content of a model's file. Raises InputError: it is no JSON object; `name` is the file's."""
+    try:
+        found = json.loads(content)
+    except ValueError as error:
+        raise InputError(f"{name} is not JSON ({error}): restore it from where the model came") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{name} holds a {type(found).__name__}, not an object: restore it")
+    return found
 
 
 class Flaw(NamedTuple):
@@ -80,10 +93,9 @@ def is_encodable(text: str) -> bool:
     if text.isascii():
         return True
     try:
-        text.encode()
+        return bool(text.encode())
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
