@@ -43,8 +43,7 @@ def is_run_name(name: str) -> bool:
 
 
 def check_run_name(name: str) -> str:
-    """Return `name` if it can be the id of a run. Raises InputError if it is not 1 to 63 characters of a-z, 0-9, '.',
-    '_' and '-', starting with a letter or digit."""
+    """Return `name` if it can be the id of a run. Raises InputError, with the rule, if not."""
     if not is_run_name(name):
         raise InputError(
             f"run name {name!r} cannot be used: give 1 to 63 characters of a-z, 0-9, '.', '_' and '-', "

@@ -110,8 +110,7 @@ class PartWriter:
 
 
 def read_part(root: Root, part: Part) -> bytes:
-    """The bytes of a part. Raises DigestMismatch if they are not what the manifest records, PartMissing if the part is
-    gone."""
+    """The bytes of a part. Raises DigestMismatch if they are not what is recorded, PartMissing if it is gone."""
     return read_part_buffer(root, part).to_pybytes()
 
 

@@ -83,8 +83,7 @@ def _prompts_name(prepare: str) -> str:
 
 
 def scores_of(root: Root, workflow: Workflow, rollout: Manifest, seen: Revisions | None = None) -> Manifest | None:
-    """The newest scores that were made from this very rollout, or None. The head of `seen`, the run's revisions, counts
-    first; by default they are read."""
+    """The newest scores of this very rollout, or None; those in the head of `seen`, the run's revisions, first."""
     head = find(root, rollout.run, rollout.iteration, workflow.scores, seen)
     made = revisions(root, rollout.run, rollout.iteration, workflow.scores, seen)
     every = [*([head] if head else []), *reversed(list(made))]

@@ -31,8 +31,7 @@ from trainer_core.weights.update import Update
 
 
 class Trainer(TrainerProtocol):
-    """Model, optimizer, random generators, reference and identity of one rank. `TrainerProtocol` documents the
-    operations."""
+    """Model, optimizer, random generators, reference and identity of one rank, as `TrainerProtocol` documents them."""
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         """Meet the other ranks and build the model without weights; raises as `start_trainer`."""

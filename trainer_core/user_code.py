@@ -216,8 +216,7 @@ def _entry_points(group: str) -> Mapping[str, str]:
 
 
 def _executed(place: str, text: str) -> types.ModuleType:
-    """The module of a file, from the text and not from a cache of compiled code, which an edit within one second would
-    not invalidate."""
+    """The module of a file, from its text: a cache of compiled code would miss an edit within one second."""
     stem = Path(place).stem
     module = types.ModuleType(_FILE_MODULE if stem in sys.modules else stem)
     module.__file__ = place

@@ -139,8 +139,7 @@ CHECKS: tuple[Callable[[Root], None], ...] = (
 
 
 def check(root: Root, one: Callable[[Root], None]) -> None:
-    """Do one check, and remove what it has written. Raises NotConforming if the backend does something else than it
-    must."""
+    """Do one check, and remove what it has written. Raises NotConforming if the backend does something else."""
     try:
         one(root)
     finally:

@@ -55,8 +55,7 @@ class Root:
         return replace(self, patience=seconds)
 
     def exists(self, key: str) -> bool:
-        """True if `key` is there now. Raises StorageInterrupted if that is not known, because the store does not
-        answer."""
+        """True if `key` is there now. Raises StorageInterrupted if the store does not answer, so it is not known."""
         return self.info(key) is not None
 
     def read_bytes(self, key: str) -> bytes:
@@ -89,8 +88,7 @@ class Root:
             return self._retried(lambda: self.backend.put_file_if_absent(key, source), LARGE_ATTEMPTS)
 
     def copy(self, source: str, key: str) -> None:
-        """Make `key` a copy of a write-once object of this root, durably: a hard link, or a copy within the store.
-        Raises NotCommitted if there is no such object."""
+        """Make `key` a durable copy of a write-once object of this root. Raises NotCommitted if there is none."""
         with _absence_explained(self, source), _explained(self, key, reading=True):
             self._retried(lambda: self.backend.copy(source, key), LARGE_ATTEMPTS)
 

@@ -28,8 +28,7 @@ _GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a back
 
 
 def open_store(url: str, options: dict[str, Any] | None = None) -> tuple[str, Backend]:
-    """The absolute URL of a root, and its backend. `options` are those of the client of an object store. Raises
-    InputError if there is no such backend, or it is none."""
+    """The absolute URL of a root, and its backend, with `options` of its client. Raises InputError if there is none."""
     url = absolute_url(url)
     scheme, _, place = url.partition("://")
     if not place.strip("/") and scheme != "file":

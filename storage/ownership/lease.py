@@ -147,8 +147,7 @@ def holder(root: Root, run: str) -> Entry | None:
 
 
 def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
-    """Refuse early what `acquire` would refuse at once. Raises LeaseHeld if a running process of this machine drives
-    the run."""
+    """Refuse early what `acquire` would. Raises LeaseHeld if a running process of this machine drives the run."""
     entry = newest(root, run)
     if entry is not None and _is_at_work(entry, clock):
         raise LeaseHeld(explain(run, entry, clock))
@@ -224,8 +223,7 @@ def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> It
 
 
 def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Clock = SYSTEM) -> tuple[bool, str]:
-    """End the lease of a holder that is known to be dead, or of any with `force`. Returns whether the run is free now,
-    and an explanation of who held it."""
+    """End the lease of a dead holder, or of any with `force`. Returns whether the run is free, and who held it."""
     try:
         last = newest(root, run)
     except (DigestMismatch, SchemaMismatch) as error:

@@ -36,8 +36,7 @@ class Entry(BaseModel, frozen=True, extra="forbid"):
     owner: Owner  # the holder; of a `released` entry, the process that ended it
     written: datetime  # by the holder's clock (UTC)
     expires: datetime
-    """`written` plus the period for which the holder keeps the run without another entry. Other hosts watch for that
-    long on their own clocks."""
+    """End of the holder's period without another entry. Other hosts watch for that long on their own clocks."""
 
     choices: NonNegativeInt
     """Choices of a head when the lease was acquired or released, so that the last one is not lost unnoticed."""
@@ -108,8 +107,7 @@ def recorded_choices(root: Root, run: str) -> int:
 
 
 def check_choices(root: Root, run: str, entry: Entry | None) -> int:
-    """Number of recorded choices of a head, which must not be smaller than it was at an entry. Raises WrongRecord if
-    the last one is lost with its copy."""
+    """Number of recorded choices of a head. Raises WrongRecord if it is smaller than at an entry: one is lost."""
     recorded = recorded_choices(root, run)
     if entry is not None and recorded < entry.choices:
         raise WrongRecord(

@@ -23,8 +23,7 @@ _OWN = len("/rt-0123453fffff-7fffffffff-0")
 
 @contextmanager
 def scratch(memory: bool = False) -> Iterator[Path]:
-    """A folder for the duration of a block. With `memory` it is in shared memory, where available, for what another
-    process on this host reads at once."""
+    """A folder for a block. With `memory` it is in shared memory, where available, for another process of this host."""
     folder = new_folder(memory)
     try:
         yield folder
@@ -39,8 +38,7 @@ def new_folder(memory: bool = False) -> Path:
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A folder of this user alone for the duration of a block, with a path that is short enough for Ray's sockets.
-    Raises InputError if there is no place for one."""
+    """A folder for a block, with a path short enough for Ray's sockets. Raises InputError if there is no place."""
     own = this_process("")
     name = f"rt-{_digest(own, 3)}{own.process:x}-{int(own.birth or 0):x}"
     place = short_place()

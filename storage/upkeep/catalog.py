@@ -167,8 +167,7 @@ def require_run(root: Root, run: str) -> None:
 
 
 def check_not_removed(root: Root, run: str) -> None:
-    """Refuse a run whose removal was begun. Raises InputError if it was, WrongRecord if the record of that is of
-    another run."""
+    """Refuse a run whose removal was begun. Raises InputError, or WrongRecord if the record is of another run."""
     try:
         records.read(root, layout.removal_key(run), Removal)
     except NotCommitted:
@@ -210,8 +209,7 @@ def check_asked(root: Root, run: str, recorded: Names) -> None:
 
 
 def names_of(root: Root, run: str, revision: int | None) -> Names:
-    """The names of all of a run's records, seen from a revision; from the head if that is None. Raises InputError if
-    there is no such revision."""
+    """The names of a run's records, seen from a revision, by default the head. Raises InputError if there is none."""
     recorded = names(root, run)
     return recorded if revision is None else replace(recorded, revisions=recorded.revisions.seen(revision))
 
@@ -272,8 +270,7 @@ def _retirement(root: Root, key: str, manifest: Manifest | None) -> Retired:
 
 
 def summaries(root: Root) -> list[RunSummary]:
-    """All runs of a root, sorted by name. Reads the manifests of the first stage and last iteration of each. Runs whose
-    removal was begun are among them."""
+    """All runs of a root, sorted by name, also those whose removal was begun; from the newest manifests of each."""
     found = _folders(root)
     there, others = ([name for name, is_run in found.items() if is_run is wanted] for wanted in (True, False))
     left = each(lambda name: root.exists(layout.removal_key(name)), others, _READERS)

@@ -69,8 +69,7 @@ class SampleLineage(BaseModel, frozen=True, extra="forbid"):
 
 
 def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision: int | None = None) -> WeightsLineage:
-    """The origin of weight version `version`, in the run's head or another revision. Raises InputError if the run or
-    the version is not there."""
+    """The origin of weight version `version`. Raises InputError if the run, revision or version is not there."""
     require_run(root, run)
     newest = contents(root, run, names_of(root, run, revision)).newest
     made = _stage(newest, version, workflow.holds_state)
@@ -106,8 +105,7 @@ def of_sample(
     sample_id: int,
     revision: int | None = None,
 ) -> SampleLineage:
-    """Origin and use of one sample, of the run's head or another revision. Raises InputError if the run or the sample
-    is not there."""
+    """Origin and use of one sample. Raises InputError if the run, revision or sample is not there."""
     require_run(root, run)
     newest = contents(root, run, names_of(root, run, revision)).newest
     rollout = _stage(newest, iteration, workflow.samples)
@@ -139,8 +137,7 @@ def of_sample(
 
 
 def parse_sample(text: str) -> tuple[str, int]:
-    """Prompt id and sample id of `PROMPT_ID/SAMPLE_ID`; a prompt id may hold '/' and '@'. Raises InputError if it is
-    not of that form."""
+    """Prompt id, which may hold '/' and '@', and sample id of `PROMPT_ID/SAMPLE_ID`. Raises InputError."""
     prompt_id, _, sample_id = text.rpartition("/")
     if not (prompt_id and sample_id.isascii() and sample_id.isdigit()):
         raise InputError(

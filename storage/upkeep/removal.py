@@ -33,8 +33,7 @@ class Removed(BaseModel, frozen=True, extra="forbid"):
 
 
 def what_is_there(root: Root, run: str) -> Removed:
-    """The objects that a removal would remove: all that are stored under the name, a complete run or not. Raises
-    InputError if there is nothing."""
+    """All that is stored under a name, a complete run or not. Raises InputError if there is nothing."""
     there = root.stored(check_run_name(run))
     if not there:
         raise InputError(f"there is nothing under the name {run!r} in {root.url}: check --root and the name")

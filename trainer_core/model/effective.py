@@ -127,8 +127,7 @@ MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
 def _of_parameters(
     name: str, read: Callable[[dict[str, Any]], Value], has: Callable[[dict[str, Any]], object] = bool
 ) -> Setting[OptimizerConfig, Sequence[Any]]:
-    """A setting of the groups of parameters of the innermost optimizers, which take the steps: norms and biases have no
-    weight decay."""
+    """A setting of the groups of parameters of the innermost optimizers; norms and biases have no weight decay."""
     return Setting(
         f"optimizer.{name}",
         lambda parts: {read(group) for part in parts for group in part.optimizer.param_groups if has(group)},
@@ -151,8 +150,7 @@ OPTIMIZER: tuple[Setting[OptimizerConfig, Sequence[Any]], ...] = (
 
 
 def read_back[Config, Live](rows: Iterable[Setting[Config, Live]], config: Config, live: Live) -> Effective:
-    """Settings of the live parts; a setting that no part of this rank has is left out. Raises InputError: it differs
-    from the wanted value."""
+    """Settings of the live parts, without those that no part of this rank has. Raises InputError if one differs."""
     found: Effective = {}
     for row in rows:
         held, wanted = row.held(live), row.value(config)

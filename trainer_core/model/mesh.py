@@ -58,8 +58,7 @@ class Mesh:
 
 
 def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
-    """Meet the other ranks at the rendezvous file and build Megatron's process groups. Collective. Raises InputError:
-    the number of ranks is not the product of the layout."""
+    """Meet the other ranks and build Megatron's groups. Collective. Raises InputError if the layout has other ranks."""
     if spec.world_size != parallel.world_size:
         raise InputError(
             f"{spec.world_size} trainer ranks cannot form the layout {parallel}; start {parallel.world_size} of them"

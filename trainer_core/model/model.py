@@ -109,8 +109,7 @@ class Model:
             )
 
     def release(self, wanted: MemoryConfig) -> int:
-        """Free device memory until it is needed again; returns the bytes. Collective. Raises AccumulationPending:
-        gradients are to be dropped that no update has used."""
+        """Free device memory until it is needed again; returns the bytes. Collective; raises as `Residence.release`."""
         gathering = wanted.offload_parameters and self.residence.has_parameters
         with self.weights("readable") if gathering else contextlib.nullcontext():
             return self.residence.release(wanted)

@@ -118,8 +118,7 @@ def buffer_settings(config: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def uses_graphs(config: TrainerConfig, platform: Platform, deterministic: bool, has_experts: bool) -> bool:
-    """True if micro-batches may be recorded as CUDA graphs. Raises InputError: graphs are requested, and something
-    prevents them."""
+    """True if micro-batches may be recorded as CUDA graphs. Raises InputError if wanted graphs are prevented."""
     megatron = config.megatron
     in_the_way = {
         "the model runs without Transformer Engine": not platform.transformer_engine,

@@ -93,8 +93,7 @@ class _Call:
 
 @functools.cache
 def _loaded(document: str, kind: type[UserAdvantage | UserLoss]) -> _Call:
-    """The code of a table, loaded once in this process. Raises InputError: it has changed, cannot be imported, or
-    cannot be called with its arguments."""
+    """The code of a table, loaded once. Raises InputError if it has changed, or cannot be imported or called so."""
     code: UserTable = kind.model_validate_json(document)
     key = _KEYS[kind]
     target, _ = found_code(code.function, code.source, key)

@@ -77,8 +77,7 @@ class PolicyPhase:
     def _updates(
         self, samples: Samples, units: Units, reference_logprobs: Vector | None
     ) -> tuple[list[UpdateReport], TokenScores]:
-        """All updates, and the policy's values before them. A single update needs no pass but its own, unless its loss
-        depends on these values."""
+        """All updates, and the policy's values before them, by a pass of their own only where the loss needs that."""
         several = self.policy.epochs * self.policy.mini_batches > 1
         if not (several or self.policy.scores_first):
             values = self._values(samples, units, None, reference_logprobs)

@@ -32,8 +32,7 @@ class Channel(Frozen):
 
     transport: Transport  # the way in which bytes move
     folder: str
-    """New, empty local folder in which both sides meet and count their progress; for `files` the folder or URL of the
-    files."""
+    """New, empty local folder in which both sides meet and count; for `files` the folder or URL of the files."""
     receivers: int  # engine workers that read, over all engines
     arenas: int = 2  # buffers of `WeightPlan.arena_bytes` of each sender
     deadline_s: float = 600.0  # seconds that one side waits for the other before it gives up

@@ -89,8 +89,7 @@ def _bring(sums: torch.Tensor) -> Callable[..., list[int]]:
 
 @dataclass(frozen=True)
 class BegunDigests:
-    """Digests of tensors, which a card may still be computing. The tensors may already be freed, or written by later
-    work of the same stream."""
+    """Digests that a card may still be computing; their tensors may already be freed, or written by its later work."""
 
     heads: list[str]  # type and shape of each tensor
     sums: Callable[[], list[int]]  # sum of the mixed words of each, as soon as it is known
@@ -211,8 +210,7 @@ class PlannedDigests:
         self._others: dict[int, BegunDigests] = {}
 
     def begin(self, number: int, buffer: torch.Tensor) -> None:
-        """Compute those of a bucket in its buffer, (bytes,) uint8, which begins at a whole word of 8 bytes; a card is
-        not waited for."""
+        """Compute those of a bucket in its buffer, (bytes,) uint8, at a whole word of 8 bytes, without waiting."""
         if self._direct is None or not self._direct.begin(number, buffer):
             self._others[number] = prepare_digests([one.at(buffer) for one in self._buckets[number]]).begin()
 

@@ -111,8 +111,7 @@ def _rows(tensor: torch.Tensor, address: int) -> Rows | None:
 
 
 def _equal_rows(tensor: torch.Tensor) -> tuple[int, int]:
-    """Elements of the tensor's longest contiguous rows, and from one to the next; (0, 0) if they are not equally far
-    apart."""
+    """Elements of the longest contiguous rows, and from one to the next; (0, 0) if they are not equally far apart."""
     axes = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     length = 1
     while axes and axes[-1][1] == length:

@@ -86,8 +86,7 @@ class Packing:
             self._sources[name] = tensor if planned.nbytes % WORD else _words(tensor)
 
     def write(self, arena: torch.Tensor) -> None:
-        """Write all tensors to their places in an arena, (bytes,) uint8, without a change of type. Raises SyncMismatch
-        if a tensor has not been added."""
+        """Write all tensors to their places in an arena, (bytes,) uint8. Raises SyncMismatch if one was not added."""
         if missing := [name for name in self._planned if name not in self._sources]:
             raise SyncMismatch(f"{missing[0]} was planned, but this rank has nothing that becomes it")
         if self._whole:
@@ -107,8 +106,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A bucket of tensors in memory of the host that came one by one, (bucket.nbytes,) uint8. Raises SyncMismatch if
-    they are not those that are planned."""
+    """A bucket of tensors on the host, (bucket.nbytes,) uint8. Raises SyncMismatch if others are planned."""
     arena = torch.zeros(bucket.nbytes, dtype=torch.uint8)
     places = dict(views(planned, arena))
     missing, unknown = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())

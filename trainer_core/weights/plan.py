@@ -60,8 +60,7 @@ class WeightPlan(Frozen):
     tensors: tuple[PlannedTensor, ...]  # tensors in the order of buckets, and in each by offset
     buckets: tuple[Bucket, ...]  # buckets by number
     arena_bytes: int
-    """Size of every arena: that of the largest bucket. It is above the limit that was asked for if a tensor is, which
-    then travels alone."""
+    """Size of every arena: that of the largest bucket, above the limit only if a tensor is, which travels alone."""
     config: str = ""  # digest of what names and shapes depend on besides the model: the trainer's configuration
 
     def __reduce__(self) -> tuple[Callable[[str], "WeightPlan"], tuple[str]]:

@@ -20,8 +20,7 @@ class BroadcastGroup:
     """The group in which one sender broadcasts: rank 0 is the sender, the receivers follow by their numbers."""
 
     def __init__(self, channel: Channel, signals: Signals, sender: int, rank: int, device: torch.device) -> None:
-        """Meet all others. If one of them does not come, the wait ends at the channel's deadline. Raises SyncMismatch
-        if a process has failed or did not come."""
+        """Meet all others. Raises SyncMismatch if a process has failed, or does not come until the deadline."""
         met = signals.met[signals.place[sender]]  # (1 + R,)
         met[rank] = 1
         signals.wait(lambda: met.all(), f"trainer rank {sender} and all engines to meet")

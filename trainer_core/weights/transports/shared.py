@@ -19,8 +19,7 @@ class SharedArenas:
     """The arenas of one sender in shared memory of the host, as seen from one end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, sender: int, new: bool = False) -> None:
-        """Make the arenas as the sender if they are `new`, else open those that it has made. Raises StorageUnavailable
-        if there is no room in shared memory."""
+        """Make the arenas if they are `new`, else open the sender's. Raises StorageUnavailable if there is no room."""
         self._path, size = Path(channel.folder, f"arenas-{sender}"), channel.arenas * plan.arena_bytes
         handle = os.open(self._path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
         try:
@@ -118,8 +117,7 @@ class Opener(Protocol):
     """Finds the arenas of senders."""
 
     def open(self, sender: int) -> Seen:
-        """Open the arenas of a sender that has published something. Raises StorageUnavailable if they cannot be opened
-        from here."""
+        """Open the arenas of a sender that has published. Raises StorageUnavailable if they cannot be opened here."""
         ...
 
     def close(self, failed: bool) -> None:
