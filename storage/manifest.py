@@ -162,14 +162,9 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manifest:
     """Publish `manifest`, or adopt the equal one that another writer published first. A holder that lost its lease
     between the fence's check and the write can still publish: then its result is the truth, and the process that took
-    over finds it here.
-
-    Raises:
-        Overtaken: the stage was committed with other content by the process that drove the run before.
-        CommitConflict: it was committed with other content by any other process.
-        LeaseLost, StageFailed, StorageError: from the fence; a fact or a metric is not finite; it names parts of
-            another stage or run. Nothing was written.
-    """
+    over finds it here. Raises Overtaken if the process that drove the run before committed other content,
+    CommitConflict if any other did; and if nothing was written, LeaseLost from the fence, StageFailed if a fact or a
+    metric is not finite, StorageError if it names parts of another stage or run."""
     digest = manifest.digest
     if (name := _not_finite(manifest.metrics)) is not None:  # a copy with changed fields is not validated
         raise StageFailed(f"{manifest.key} is not committed: metric {name!r} is {manifest.metrics[name]}")

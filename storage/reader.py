@@ -30,11 +30,8 @@ def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | N
 
 
 def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    """The values of a list column, row after row, and the offsets of the rows.
-
-    Returns:
-        (sum of lengths,) values, not copied if the column has one chunk; (rows + 1,) int64 offsets from 0.
-    """
+    """The values of a list column, (sum of lengths,), not copied if it has one chunk, and (rows + 1,) int64 offsets
+    from 0."""
     chunks = [_values(chunk) for chunk in column.chunks if len(chunk)]
     if not chunks:
         return np.empty(0, column.type.value_type.to_pandas_dtype()), np.zeros(1, np.int64)

@@ -305,14 +305,8 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
 
 def check_predictions(model: Mapping[str, Any], where: str) -> None:
     """Refuse a model with layers that predict further tokens: nothing trains them, so engines would get stale ones.
-
-    Args:
-        model: the content of its config.json.
-        where: the model's name in the message.
-
-    Raises:
-        InputError: with the number of such layers.
-    """
+    `model` is the content of its config.json, `where` its name in messages. Raises InputError with the number of such
+    layers."""
     if model.get("num_nextn_predict_layers"):
         raise InputError(
             f"{where}: num_nextn_predict_layers = {model['num_nextn_predict_layers']} in config.json: layers that "
@@ -339,11 +333,8 @@ def check_experts(parallel: ParallelConfig, experts: int) -> None:
 
 
 def attention_of(config: MegatronConfig, transformer_engine: bool, deterministic: bool) -> Attention:
-    """The kernels that may be used, where the configuration leaves it open.
-
-    Args:
-        deterministic: whether kernels must be chosen whose results do not depend on timing.
-    """
+    """The kernels that may be used where the configuration leaves it open; `deterministic` ones do not depend on
+    timing."""
     # cuDNN's deterministic backward pass over segments asks for far more memory than there is: 512 GiB for 256
     # segments of some 20 positions on an H100
     return "unfused" if deterministic and transformer_engine and config.attention == "auto" else config.attention

@@ -25,24 +25,14 @@ class Context:
         return lengths if self.ranks == 1 else -(-lengths // (2 * self.ranks)) * 2
 
     def positions(self, places: Indices, held: Indices) -> Indices:
-        """Positions in their sequences.
-
-        Args:
-            places: its place among those that this rank holds of that sequence.
-            held: how many those are.
-        """
+        """Positions in their sequences, from places among the `held` ones that this rank holds of each."""
         if self.ranks == 1:
             return places
         piece = held // 2
         return places + np.where(places < piece, self.rank, 2 * self.ranks - 2 - self.rank) * piece
 
     def holders(self, positions: Indices, held: Indices) -> tuple[Indices, Indices]:
-        """The rank that holds a position, and its place among those which that rank holds of the sequence.
-
-        Args:
-            positions: in the sequence.
-            held: how many of the sequence each rank holds.
-        """
+        """The rank that holds a position, and its place among the `held` ones that each rank holds of the sequence."""
         piece = np.maximum(held // 2, 1)
         number = positions // piece
         second = number >= self.ranks

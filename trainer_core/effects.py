@@ -18,13 +18,8 @@ class Unused[C: BaseModel]:
 
 
 def without_effect[C: BaseModel](config: C, table: Iterable[Unused[C]], prefix: str = "") -> list[str]:
-    """One message for each setting that differs from its default although it has no effect.
-
-    Args:
-        config: the section.
-        table: its settings that depend on others.
-        prefix: what stands before each key in messages.
-    """
+    """One message for each setting of a section that the table names and that differs from its default without effect.
+    Keys follow `prefix` in messages."""
     found = dict[str, str]()
     for row in table:
         owner, name = _owner(config, row.setting.split("."))
@@ -37,12 +32,8 @@ def without_effect[C: BaseModel](config: C, table: Iterable[Unused[C]], prefix: 
 
 
 def no_effect(key: str, why: str, default: Any = None, given: Any = None) -> str:
-    """The message about a setting without effect.
-
-    Args:
-        why: what leaves it without, as in "with loss.type = ...".
-        given: its value, where that says more.
-    """
+    """The message about a setting without effect, with the reason `why`, as in "with loss.type = ..."; `given` is its
+    value."""
     shown = key if given is None else f"{key} = {json.dumps(given)}"
     return f"{shown} has no effect {why}: leave it out{_or_default(key, default)}"
 

@@ -52,15 +52,9 @@ class StoredWeights:
     """All weights of a state, in the order of the layers."""
 
     def __init__(self, model_dir: Path, state: SavedState, vocab_size: int) -> None:
-        """Plan the conversion; reads no tensor.
-
-        Args:
-            model_dir: has the model's config.json.
-            vocab_size: rows of the embedding without padding.
-
-        Raises:
-            InputError: megatron-bridge does not know the architecture, or a tensor cannot be converted.
-        """
+        """Plan the conversion; reads no tensor. `model_dir` has the model's config.json; the embedding has `vocab_size`
+        rows without padding. Raises InputError: megatron-bridge does not know the architecture, or a tensor cannot be
+        converted."""
         with quietly():
             bridge = AutoBridge.from_hf_pretrained(str(model_dir))
             self._config = bridge.to_megatron_provider(load_weights=False)

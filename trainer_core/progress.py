@@ -23,11 +23,7 @@ class _Whole:
 
 
 def told[T](items: Sequence[T], unit: str) -> Iterator[T]:
-    """Yield the items, and report their number at most once a second.
-
-    Args:
-        unit: the plural of an item: micro-batches.
-    """
+    """Yield the items, and report their number at most once a second; `unit` is their plural, such as micro-batches."""
     due = 0.0
     for number, item in enumerate(items):
         if not _Whole.open and time.monotonic() >= due:

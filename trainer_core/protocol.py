@@ -76,20 +76,11 @@ class TrainerProtocol(Protocol):
         ...
 
     def load(self, directory: Path) -> LoadedState:
-        """Continue from a state that `save` wrote, under the same or another layout.
-
-        Under the same layout training continues bit for bit as if it had not been interrupted. Under another one the
-        random generators are reseeded. Under other settings of the optimizer, as in a fork, its moments and the place
-        in its schedule are kept, and the settings are those of this trainer.
-
-        Args:
-            directory: local folder with all files of the state.
-
-        Raises:
-            StorageError: if there is no state.
-            InputError: if the state has another precision than this trainer, or Transformer Engine saved it and is not
-                installed here, or vice versa.
-        """
+        """Continue from a state that `save` wrote into a local folder, under the same or another layout. Under the same
+        layout training continues bit for bit as if it had not been interrupted. Under another one the random generators
+        are reseeded. Under other settings of the optimizer, as in a fork, its moments and the place in its schedule are
+        kept, and the settings are those of this trainer. Raises StorageError if there is no state; InputError if it has
+        another precision than this trainer, or Transformer Engine saved it and is not installed here, or vice versa."""
         ...
 
     def save(self, directory: Path) -> SavedFiles:
@@ -163,28 +154,16 @@ class TrainerProtocol(Protocol):
         ...
 
     def load_reference(self, directory: Path, identity: str) -> None:
-        """Keep the weights of a saved state as the frozen reference of the KL term.
-
-        Args:
-            directory: holds at least the files that `facts.needed_for_weights` names.
-            identity: of that state; what `reference` returns from now on.
-
-        Raises:
-            StorageError: if there is no state.
-            InputError: if Transformer Engine saved it and is not installed here, or vice versa.
-        """
+        """Keep the weights of a saved state as the frozen reference of the KL term, under this `identity`, which
+        `reference` returns from now on. `directory` holds at least the files that `facts.needed_for_weights` names.
+        Raises StorageError if there is no state; InputError if Transformer Engine saved it and is not installed here,
+        or vice versa."""
         ...
 
     def plan_weights(self, version: int, arena_bytes: int) -> Planned:
-        """Plan an update of the engines from the live weights and buffers.
-
-        Args:
-            version: weight version that it leads to.
-            arena_bytes: limit of a bucket; a larger tensor has a bucket of its own.
-
-        Raises:
-            SyncMismatch: ranks disagree about the model, or a weight has no Hugging Face name.
-        """
+        """Plan an update of the engines from the live weights and buffers, to weight version `version`. A bucket has at
+        most `arena_bytes`; a larger tensor has one of its own. Raises SyncMismatch if ranks disagree about the model,
+        or a weight has no Hugging Face name."""
         ...
 
     def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> Sent:
@@ -211,17 +190,10 @@ class TrainerProtocol(Protocol):
         ...
 
     def release(self, memory: MemoryConfig) -> int:
-        """Free device memory: what `memory` names, and the reserve of the allocator.
-
-        It comes back with the next operation that needs it, or with `resume`, and no operation gives other results.
-        Memory that was freed before stays free. Nothing else changes, so that a rank keeps its identity.
-
-        Returns:
-            Bytes that this call has freed on this rank.
-
-        Raises:
-            AccumulationPending: gradients are to be dropped that belong to an update that was not taken.
-        """
+        """Free device memory: what `memory` names, and the reserve of the allocator; returns the bytes freed on this
+        rank. It comes back with the next operation that needs it, or with `resume`, and no operation gives other
+        results. Memory that was freed before stays free, and a rank keeps its identity. Raises AccumulationPending if
+        gradients are to be dropped that belong to an update that was not taken."""
         ...
 
     def resume(self) -> None:

@@ -61,15 +61,9 @@ class Loaded:
 
 
 def find_function(name: str, key: str, group: str) -> UserFunction:
-    """The place of the function called `name`. Nothing is imported, and a module is not looked for.
-
-    Args:
-        key: of the setting, for messages.
-        group: of entry points.
-
-    Raises:
-        InputError: there is no such entry point or file, or no function is named.
-    """
+    """The place of the function called `name`, by the setting `key` or in a `group` of entry points. Nothing is
+    imported, and a module is not looked for. Raises InputError: there is no such entry point or file, or no function is
+    named."""
     if (parts := in_a_file(name)) is not None:
         return UserFunction(without_folder(name), parts[0], _attribute(name, parts[1], key), _text(name, parts[0], key))
     if name.endswith(".py"):
@@ -91,15 +85,9 @@ def without_folder(name: str) -> str:
 
 
 def located_function(name: str, folder: Path | None, key: str) -> str:
-    """`name` with an absolute path if it names a file: beside the configuration, else in the working directory.
-
-    Args:
-        folder: of the configuration; None if that is no local file.
-        key: of the setting, for messages.
-
-    Raises:
-        InputError: there is no such file, or the two folders have different ones.
-    """
+    """`name` with an absolute path if it names a file: in the `folder` of the configuration, else in the working
+    directory. `key` is that of the setting. Raises InputError: there is no such file, or the two folders have different
+    ones."""
     parts = in_a_file(name)
     if parts is None:
         return name

@@ -57,15 +57,10 @@ def fork(
     revision: int | None = None,
     announce: Announce = lambda _: None,
 ) -> Forked:
-    """Make run `run` from iterations 0 to `iteration` of `parent`; repeated after a crash, it completes the fork.
-    Raises InputError if there is no such run, the iteration is not complete or not kept, or the new name is taken;
-    PartMissing if a part of the parent is lost.
-
-    Args:
-        config_digest: identity of the new run's configuration.
-        config: the document that becomes its `run.json`, published last: until then there is no such run.
-        revision: of the parent; by default its head.
-    """
+    """Make run `run` from iterations 0 to `iteration` of `parent`, in its head or a revision; repeated after a crash,
+    it completes the fork. `config` becomes its `run.json`, published last, `config_digest` is its identity. Raises
+    InputError if there is no such run, the iteration is not complete or not kept, or the new name is taken; PartMissing
+    if a part of the parent is lost."""
     require_run(root, parent)
     recorded = names_of(root, parent, revision)
     _check_complete(recorded, workflow, parent, iteration)

@@ -21,18 +21,10 @@ def share(
     lengths: Indices, rows: Indices, replicas: int, limits: BatchLimits, multiple: int = 1
 ) -> list[list[Indices]]:
     """Divide `rows` over data-parallel replicas and then into micro-batches: result[replica][micro-batch] -> rows.
-
     Longest first, each sequence goes to the emptiest micro-batch (LPT, Graham 1969), of which there are as few as fit.
-    All replicas get the same number, as the schedules require, and those that run at the same time are of similar size.
-    Missing micro-batches are empty arrays. The result depends on nothing but the arguments.
-
-    Args:
-        lengths: (N,) positions of all sequences.
-        rows: the sequences to divide; those without positions are left out.
-        replicas: data-parallel ranks.
-        limits: of each micro-batch.
-        multiple: of which the number of micro-batches of a replica is one.
-    """
+    All replicas get the same number, a multiple of `multiple`, as the schedules require, and those that run at the same
+    time are of similar size. Missing micro-batches are empty arrays; rows without positions are left out. `lengths` are
+    the (N,) positions of all sequences. The result depends on nothing but the arguments."""
     rows = rows[lengths[rows] > 0]
     order = rows[np.argsort(-lengths[rows], kind="stable")]
     rounds = _up(max(1, -(-_fewest(lengths[order], limits) // replicas)), multiple)

@@ -27,16 +27,9 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
 
 
 def read_selected(root: Root, share: Part, scores: Part | None) -> Samples:
-    """Samples of one share of a selection.
-
-    Args:
-        share: a table of the schema SELECTION.
-        scores: a table of the schema REWARD with the same rows, if they were scored again.
-
-    Raises:
-        StageFailed: the scores are not those of the share.
-        StorageError: stored bytes do not match the manifests.
-    """
+    """Samples of one share of a selection, and with the `scores` of a table with the same rows, if they were scored
+    again. Raises StageFailed: the scores are not those of the share. Raises StorageError: stored bytes do not match the
+    manifests."""
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs", "group", "reward"]
     table = read_parts(root, [share], SELECTION, columns)
     scored = table if scores is None else read_parts(root, [scores], REWARD, ["prompt_id", "sample_id", "reward"])

@@ -41,15 +41,8 @@ class MicroBatch:
 def place(
     batches: Sequence[FlatBatch], weights: Vector, values: Mapping[str, Vector], mesh: Mesh, transformer_engine: bool
 ) -> list[MicroBatch]:
-    """Copy all batches of a pass to the device, each array at once and from pinned memory.
-
-    Args:
-        batches: in host memory.
-        weights: (N,) of the sequences that the batches' rows name.
-        values: (response tokens of all sequences,) each.
-        mesh: this rank's place, with the device.
-        transformer_engine: its attention kernels are used.
-    """
+    """Copy all batches of a pass to the device, each array at once and from pinned memory. `weights` are those of (N,)
+    sequences, which the batches' rows name, `values` those of all response tokens."""
 
     def move(arrays: list[NDArray]) -> tuple[torch.Tensor, ...]:
         joined = torch.from_numpy(np.concatenate(arrays))

@@ -54,11 +54,8 @@ class Model:
 
     def forward(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
-
-        Returns:
-            On the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1, H),
-            or this rank's share of the positions.
-        """
+        Returns on the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1,
+        H), or this rank's share of the positions."""
         # the wrapper of a model in low precision would copy all logits to float32
         own_precision = {} if self.dtype == torch.float32 else {"fp32_output": False}
         return module(
@@ -81,16 +78,11 @@ class Model:
 
     @contextlib.contextmanager
     def weights(self, access: Access) -> Iterator[None]:
-        """Block in which all code but Megatron's own passes reads and writes weights and buffers. Collective.
-
-        With `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass:
-        the block gathers the rest first, and nothing is gathered inside it. The biases of routers, with which Megatron
+        """Block in which all code but Megatron's own passes reads and writes weights and buffers. Collective. With
+        `overlap_param_gather` a replica holds only its own share of the last update until the next forward pass: the
+        block gathers the rest first, and nothing is gathered inside it. The biases of routers, with which Megatron
         computes in float32, are float32 here, also if a cast of the whole module has changed them. Offloaded weights
-        come back.
-
-        Raises:
-            RatchetError: weights or buffers were changed where they may only be read.
-        """
+        come back. Raises RatchetError: weights or buffers were changed where they may only be read."""
         self.residence.resume("parameters")
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:

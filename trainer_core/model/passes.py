@@ -80,18 +80,10 @@ class Passes:
         values: Mapping[str, Vector],
         objective: Objective,
     ) -> Gradients:
-        """Leave the gradient of the loss of `rows` in the model's buffers, reduced over data-parallel ranks.
-
-        The loss is sum(weight * sum over the response of the tokens' losses) / response tokens, over all micro-batches
-        and ranks, so it does not depend on how rows are divided.
-
-        Args:
-            sequences: all sequences.
-            rows: those that count.
-            weights: (N,) of the sequences.
-            values: further values of the response tokens of all sequences, by name.
-            objective: the loss.
-        """
+        """Leave the gradient of the loss of `rows` in the model's buffers, reduced over data-parallel ranks. The loss
+        is sum(weight * sum over the response of the tokens' losses) / response tokens, over all micro-batches and
+        ranks, so it does not depend on how rows are divided. `weights` are those of the (N,) sequences, `values` of all
+        response tokens."""
         self.model.zero_gradients()
         balance = self.model.balance
         if balance is not None:

@@ -21,13 +21,8 @@ _VARIANCE_FLOOR = 1e-8  # as in OpenRLHF and verl
 def token_advantages(
     policy: PolicyConfig, scored: ScoredSamples, penalties: NDArray[np.float64] | None = None
 ) -> NDArray[np.float32]:
-    """(R,) advantage of each response token, 0 where the sample does not count.
-
-    Args:
-        policy: the objective.
-        scored: the samples, with their rewards as they were scored.
-        penalties: (R,) as `ScoredSamples.penalties`.
-    """
+    """(R,) advantage of each response token, 0 where the sample does not count. `scored` has the rewards as they were
+    scored, `penalties` are (R,) as `ScoredSamples.penalties`."""
     rewards, lengths = shaped_rewards(policy.overlong, scored.rewards, scored.lengths), scored.lengths
     if policy.advantage.per_token:
         return advantage_of(policy)(replace(scored, rewards=rewards, penalties=penalties))

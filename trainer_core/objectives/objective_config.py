@@ -180,19 +180,10 @@ _UNUSED: tuple[Unused[PolicyConfig], ...] = (
 
 
 def check_sampling(policy: PolicyConfig, top_p: float, where: str = "rollout.top_p") -> None:
-    """Refuse stored log-probabilities of another distribution than the trainer's.
-
-    The engine stores those of the distribution that it sampled from. With `top_p` below 1 this is the nucleus,
-    renormalised; the trainer computes the whole softmax. Their ratio would be wrong by the nucleus' mass at each token.
-
-    Args:
-        policy: the objective.
-        top_p: nucleus mass at which the samples were drawn.
-        where: name of `top_p` in the message.
-
-    Raises:
-        InputError: the objective uses them, and `top_p` is below 1.
-    """
+    """Refuse stored log-probabilities of another distribution than the trainer's. The engine stores those of the
+    distribution that it sampled from. With `top_p` below 1 this is the nucleus, renormalised; the trainer computes the
+    whole softmax. Their ratio would be wrong by the nucleus' mass at each token. Raises InputError: the objective uses
+    them, and `top_p`, called `where` in the message, is below 1."""
     if top_p < 1 and policy.needs_behaviour:
         setting = "old_policy" if policy.old_policy == "behaviour" else "correction"
         raise InputError(

@@ -61,14 +61,8 @@ def preferences(
 
 
 def preference_values(policy: PolicyConfig, samples: Samples, pairs: Pairs, log_ratios: Vector) -> dict[str, Vector]:
-    """Values of each response token for `preference_loss`.
-
-    Args:
-        policy: an objective of pairs.
-        samples: of the iteration.
-        pairs: of the mini-batch.
-        log_ratios: (R,) log-probability by the policy - by the reference of each response token.
-    """
+    """Values of each response token for `preference_loss` of the pairs of a mini-batch, from the (R,) log-probability
+    by the policy - by the reference of each."""
     assert isinstance(policy.loss, PreferenceLoss)
     coefficients, losses = preferences(policy.loss, response_sums(log_ratios, samples.response_lengths), pairs)
     lengths = np.maximum(samples.response_lengths, 1)

@@ -29,16 +29,9 @@ class UserTable(Frozen):
 
 
 def found_code(name: str, source: str, key: str, group: str = GROUP) -> tuple[UserFunction, str]:
-    """The code that a configuration names, and the digest of its source now; nothing is imported.
-
-    Args:
-        source: digest that it must have; empty for any.
-        key: of the table, for messages.
-        group: of entry points.
-
-    Raises:
-        InputError: it cannot be found, or has changed.
-    """
+    """The code that a configuration names, and the digest of its source now, which must be `source` if that is given;
+    nothing is imported. `key` is that of the table, for messages. Raises InputError: it cannot be found, or has
+    changed."""
     found = find_function(name, f"{key}.function", group)
     digest = source_digest(found)
     if source not in ("", digest):

@@ -38,17 +38,10 @@ class PolicyPhase:
     seed: tuple[int, ...]  # seeds the shuffling into mini-batches; differs from iteration to iteration
 
     def run(self, samples: Samples, reference_logprobs: Vector | None) -> dict[str, float]:
-        """UpdateReport the policy; returns the report of `TrainerProtocol.train_policy`. Collective.
-
-        Args:
-            samples: of the iteration.
-            reference_logprobs: of all response tokens, flat, by the reference.
-
-        Raises:
-            InputError: a function of the user's own fails, or returns something else than is expected.
-            StageFailed: no sample is usable.
-            NumericsError: a loss or gradient norm is not finite.
-        """
+        """Update the policy; returns the report of `TrainerProtocol.train_policy`. Collective. The reference's
+        log-probabilities are those of all response tokens, flat. Raises InputError: a function of the user's own fails,
+        or returns something else than is expected. Raises StageFailed: no sample is usable. Raises NumericsError: a
+        loss or gradient norm is not finite."""
         if not samples.usable.any():
             raise StageFailed(f"none of the {len(samples)} samples has a reward; see the status column of the rewards")
         units = units_of(self.policy, samples)

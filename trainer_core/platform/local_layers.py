@@ -165,13 +165,9 @@ class LocalSegments(PackedSeqParams):
 def local_segments(
     lengths: NDArray[np.int64], positions: torch.Tensor, context: Context, group: dist.ProcessGroup | None
 ) -> LocalSegments:
-    """Segments as the local layers read them.
-
-    Args:
-        lengths: (S,) positions of each that this rank holds; they sum to T.
-        positions: (T,) int64 on the model's device, place of each in its segment, from 0.
-        context: share of each segment that this rank holds; `group` are the ranks that hold the others, if any.
-    """
+    """Segments as the local layers read them: of (S,) `lengths`, which sum to T, the positions that this rank holds,
+    and (T,) int64 `positions`, the place of each in its segment. `group` are the ranks that hold the other shares, if
+    any."""
     order = np.argsort(np.repeat(lengths, lengths), kind="stable")
     found, counts = np.unique(lengths[lengths > 0], return_counts=True)
     inverse = np.empty_like(order)

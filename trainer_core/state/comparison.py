@@ -21,12 +21,8 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     """Compare the states in two local folders. Only equal bits are equal: -0.0 is not 0.0, a NaN equals the same NaN.
     Memory holds one box of a tensor at a time. States of different layouts can be compared: tensors have one name and
     one shape under every layout. The generators of a rank that only one layout has are reported as in one state only.
-    Raises StorageError if a folder does not hold a whole, readable state.
-
-    Args:
-        plant: if given, the lowest bit of one number of one weight of `right`, both chosen by this seed, is flipped
-            after it is read, to show that the comparison finds it.
-    """
+    With `plant`, a seed, the lowest bit of a number of a weight of `right` is flipped after it is read, to show that
+    the comparison finds it. Raises StorageError if a folder does not hold a whole, readable state."""
     comparison = _Comparison(SavedState(left), SavedState(right))
     flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
     comparison.compare_tensors(flaw)
