@@ -67,8 +67,8 @@ INPUTS = (
         "column-twice",
         "of a field that a header has twice the last counts",
         "tasks/data/files.py",
-        "    if twice is not None:\n",
-        "    if False:\n",
+        "None)) is not None:\n",
+        "None)) is not None and False:\n",
         _VALUES,
     ),
     Mutant(

@@ -133,8 +133,8 @@ ORIGINS = (
         "evaluation-of-a-name",
         "an evaluation is stored in the run that has the name of the one it is of",
         "tasks/stages/evaluation.py",
-        "        if there is None or there.digest != inputs[role]:\n",
-        "        if there is None:\n",
+        " is None or there.digest != inputs[role]:\n",
+        " is None:\n",
         _EVALUATION,
     ),
     Mutant(

@@ -26,8 +26,8 @@ OWN_ENGINE = (
         "own-engine-lacks-methods",
         "an engine that lacks a method of the protocol is found out in the middle of a run",
         "tasks/engine/own.py",
-        "        if found is None or found is method:\n",
-        "        if False:\n",
+        "(found := inspect.getattr_static(kind, name, None)) is None or found is method:\n",
+        "(found := inspect.getattr_static(kind, name, None)) is False:\n",
         _OWN,
     ),
     Mutant(

@@ -116,8 +116,8 @@ RETRAIN = (
         "import-without-logprobs",
         "samples without log-probabilities are imported without being asked for",
         "tasks/importing/rows.py",
-        "        if column is None and self.order.logprobs:\n",
-        "        if False:\n",
+        "is None and self.order.logprobs:\n",
+        "is False:\n",
         _IMPORT,
     ),
     Mutant(

@@ -122,8 +122,8 @@ TASKS = (
         "other-weights-continued",
         "a run is continued although the files at model.source have other content",
         "tasks/preflight.py",
-        "        if found != part.digest:\n",
-        "        if False:\n",
+        ") != part.digest:\n",
+        ") is None:\n",
         ("tests/tasks/test_preflight.py",),
     ),
     Mutant(

@@ -174,8 +174,7 @@ def _check_algorithm(config: RunConfig) -> None:
     """Refuse an objective that this run's samples cannot serve."""
     policy, samples = config.train.policy, config.rollout.samples
     check_sampling(policy, config.rollout.top_p)
-    comparing = policy.compares
-    if comparing is not None and samples == 1:
+    if (comparing := policy.compares) is not None and samples == 1:
         raise InputError(
             f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1: raise it to "
             "2 or more"
@@ -185,8 +184,7 @@ def _check_algorithm(config: RunConfig) -> None:
 def _device(config: RunConfig) -> Device:
     """Device of the run; refuses settings that need more cards than there are, or others."""
     settings, parallel = Settings.from_environment(), config.train.parallel
-    device = settings.device(config.device.kind)
-    if device == "cuda" and parallel.world_size > len(settings.gpus):
+    if (device := settings.device(config.device.kind)) == "cuda" and parallel.world_size > len(settings.gpus):
         raise InputError(
             f"the layout {parallel} under [train.parallel] needs {parallel.world_size} GPUs, one a rank, but "
             f"{len(settings.gpus)} are visible: choose a smaller layout, or make more visible (CUDA_VISIBLE_DEVICES)"

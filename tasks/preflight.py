@@ -41,8 +41,7 @@ def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, Jso
     unsayable = [value for value in changes.values() if value is None or isinstance(value, dict)]
     if unsayable or any(key.startswith(fixed_by_prepare(config)) or is_secret(key) for key in changes):
         return None
-    complete = names(root, run).of_stage(Stage.WEIGHT_SYNC).values()
-    if not complete:
+    if not (complete := names(root, run).of_stage(Stage.WEIGHT_SYNC).values()):
         return None
     given = [f"--set={key}={json.dumps(value)}" for key, value in changes.items()]
     return shlex.join(["ratchet", "fork", f"{run}@{max(complete)}", f"--run={run}-fork", *given, f"--root={root.url}"])
@@ -50,8 +49,7 @@ def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, Jso
 
 def _check_settings(config: RunConfig, root: Root, run: str) -> None:
     stored = read_config(root, run).config.meaning()
-    lines = changed_meaning(stored, config.meaning())
-    if not lines or corrections(root, run, config):
+    if not (lines := changed_meaning(stored, config.meaning())) or corrections(root, run, config):
         return
     fork = fork_command(root, run, config, _changes(stored, config.meaning()))
     repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"
@@ -89,8 +87,7 @@ def check_model(config: RunConfig, root: Root, prepared: Prepared) -> None:
             raise _changed(config, prepared, f"{name} was there when the run was started, and is not now")
         if there[name] != part.bytes:
             raise _changed(config, prepared, f"{name} had {part.bytes} bytes, and now has {there[name]}")
-        found = _digest(folder, name, there[name], part)
-        if found != part.digest:
+        if (found := _digest(folder, name, there[name], part)) != part.digest:
             raise _changed(config, prepared, f"{name} had the digest {part.digest}, and now has {found}")
     if new := [name for name in there if is_weights(name) and name not in stored and name in _weights(folder)]:
         raise _changed(config, prepared, f"{new[0]} was not there when the run was started")

@@ -80,8 +80,7 @@ def start_of(root: Root, run: str, text: str) -> str:
             return recorded.start
     recorded = names(open_place(root, place), place.run)
     states = {at: key for (at, stage), key in recorded.newest.items() if stage == Stage.TRAIN}
-    kept = [at for at, key in states.items() if key not in recorded.retired]
-    if not kept:
+    if not (kept := [at for at, key in states.items() if key not in recorded.retired]):
         raise InputError(f"run {place.run!r} has no train state, so no run can begin from it: name another with --from")
     return f"{text}@{max(kept)}"
 
@@ -99,8 +98,7 @@ def begin_retraining(
     place = state_of(section.start)
     source = open_place(root, place)
     _check_selection(root, section)
-    prepared = find(source, place.run, 0, Stage.PREPARE)
-    if prepared is None:
+    if (prepared := find(source, place.run, 0, Stage.PREPARE)) is None:
         raise InputError(f"run {place.run!r} holds no model, so no run can begin from it: name another with --from")
     check_branch(config, source, prepared)
     selecting, _ = examine(config, root, Prepared(prepared), source, lambda _share: None)  # before anything is stored

@@ -53,8 +53,7 @@ def check_sync(
     ones are started in `context`, and get the stored weights as after a restart. Raises NotCommitted: the iteration has
     no weight sync."""
     served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
-    engines = [_checked(name, engine, served, stored) for name, engine in running.items()]
-    if not engines:
+    if not (engines := [_checked(name, engine, served, stored) for name, engine in running.items()]):
         say("the run has no engines here: a new one gets the stored weights")
         engines = _new(context, served, stored)
     known = "not compared" if stored is None else "equal"

@@ -225,8 +225,7 @@ def _keys(item: dict[str, Any]) -> Sequence[str | int]:
 
 def _repair(location: Sequence[str | int]) -> str:
     known = list(_models_at(location[:-1])[0].model_fields)
-    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR)
-    if near:
+    if near := difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=_NEAR):
         return f"did you mean {'.'.join([*map(str, _without_types(location[:-1])), *near])!r}?"
     return f"remove it, or use one of {', '.join(known)}"
 
@@ -256,8 +255,7 @@ def written(document: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[s
     value is left out, as it is in a file."""
     given = {key: value for key, value in document.items() if value is not None}
     tables = {key: value for key, value in given.items() if isinstance(value, Mapping) and value}
-    own = [f"{_key(key)} = {toml(value)}" for key, value in given.items() if key not in tables]
-    if own:
+    if own := [f"{_key(key)} = {toml(value)}" for key, value in given.items() if key not in tables]:
         yield from [f"[{'.'.join(map(_key, path))}]", *own, ""] if path else [*own, ""]
     for key, value in tables.items():
         yield from written(value, (*path, key))

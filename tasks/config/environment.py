@@ -281,8 +281,7 @@ def _python_path() -> str:
 
 def _visible_gpus() -> tuple[str, ...]:
     """Cards that CUDA would see, without importing torch."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(card.strip() for card in chosen.split(",") if card.strip() not in ("", "-1"))
     nodes = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     return tuple(str(index) for index in range(len(nodes)))

@@ -46,8 +46,7 @@ def key_at(model: type[BaseModel], path: str) -> Key | None:
     """The key at `section.key`; of a value in a free table that of the table, and None of one that is not there."""
     key, models, above = None, (model,), NONE
     for name in path.split("."):
-        found = key_of(models, name, above)
-        if found is None:
+        if (found := key_of(models, name, above)) is None:
             return key if key is not None and not key.models else None
         key, models, above = found, found.models, found.below
     return key
@@ -68,8 +67,7 @@ def decided(document: Mapping[str, JsonValue], models: Models, stage: str | None
     """The settings of a document, of plain JSON types, that decide the result of a stage; None is any stage."""
     found: dict[str, JsonValue] = {}
     for name, value in document.items():
-        key = key_of(models, name, above)
-        if key is None:
+        if (key := key_of(models, name, above)) is None:
             found[name] = value
         elif key.models and isinstance(value, dict):
             inner = decided(value, key.models, stage, key.below)

@@ -181,8 +181,7 @@ def _key(model: type[BaseModel], name: str, path: tuple[str, ...], default: Base
 def _listed(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
     """Settings that take a list of tables, with what such a table is."""
     for name, field in model.model_fields.items():
-        section = _section_of(field)
-        if section is not None:
+        if (section := _section_of(field)) is not None:
             yield from _listed(section, (*path, name))
         for choice in choices(field.annotation):
             inner = get_args(choice)[0] if get_origin(choice) is tuple else None

@@ -33,8 +33,7 @@ def place_of(text: str) -> Place:
     """Parse `[ROOT//]RUN[@FROM[-[TO]]]`, as in `demo`, `demo@7`, `demo@3-9`, `demo@3-` and
     `s3://bucket/runs//demo@3-9`. Raises InputError: it has another form."""
     root, slashes, rest = text.rpartition("//")
-    found = _SPAN.fullmatch(rest)
-    if found is None or (slashes and (not root or root.endswith(":"))):
+    if (found := _SPAN.fullmatch(rest)) is None or (slashes and (not root or root.endswith(":"))):
         raise InputError(f"{text!r} is not of the form [ROOT//]RUN[@FROM-TO], as in demo@3-9 or s3://b/runs//demo")
     first = int(found["first"]) if found["first"] else 1
     last = None if not found["first"] or (found["open"] and not found["last"]) else int(found["last"] or first)
@@ -60,8 +59,7 @@ def state_of(text: str) -> Place:
 
 def moment_before(age: str, now: datetime) -> datetime:
     """The time `age` (90m, 24h, 7d, 2w) before `now`, in UTC and whole seconds. Raises InputError: another form."""
-    found = _AGE.fullmatch(age)
-    if found is None:
+    if (found := _AGE.fullmatch(age)) is None:
         raise InputError(f"--newer-than {age!r} is no age: give a number with m, h, d or w, as in 24h or 7d")
     before = now.astimezone(UTC) - timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
     return before.replace(microsecond=0)

@@ -130,8 +130,7 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
     document["run"]["name"] = run
     config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     changed = changed_meaning(before.meaning(), config.meaning())
-    decided = [line for line in changed if line.startswith(fixed_by_prepare(before))]
-    if decided:
+    if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
         raise InputError(
             f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "
             + "\n  ".join(decided)
@@ -172,8 +171,7 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
     nothing differs, or if anything that differs was read by a stage that is committed or has begun."""
     revisions = read_revisions(root, run)
     stored, given = read_config(root, run, revisions).config.meaning(), config.meaning()
-    lines = changed_meaning(stored, given)
-    if not lines or revisions.reruns:
+    if not (lines := changed_meaning(stored, given)) or revisions.reruns:
         return []
     there = names(root, run, revisions=revisions)
     places = {place for key in (*there.manifests, *there.pieces) if (place := layout.place_of(key)) is not None}
@@ -194,8 +192,7 @@ def check_record(root: Root, run: str, config: RunConfig) -> None:
 def _is_there(root: Root, run: str) -> bool:
     """True if the run has a record. Raises InputError if nothing may begin or continue under its name."""
     check_not_removed(root, run)
-    there = root.exists(layout.run_config_key(run))
-    if not there:
+    if not (there := root.exists(layout.run_config_key(run))):
         check_unused(root, run)
     return there
 
@@ -220,8 +217,7 @@ def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
 def _continued(root: Root, run: str, config: RunConfig) -> str:
     revisions = read_revisions(root, run)
     stored = read_config(root, run, revisions)
-    changed = changed_meaning(stored.config.meaning(), config.meaning())
-    if changed:
+    if changed := changed_meaning(stored.config.meaning(), config.meaning()):
         lines = "\n".join(f"  {line}" for line in changed)
         if revisions.settings():
             lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"

@@ -119,8 +119,7 @@ def fetched(shown: str, address: str, folder: Path) -> list[Path]:
     """The local files of an address; those of another machine are copied into `folder`."""
     with reading(shown):
         fs, path = _filesystem(address)
-        names = _matching(fs, path)
-        if not names:
+        if not (names := _matching(fs, path)):
             raise InputError(_missing(shown))
         if odd := [name for name in names if not is_encodable(name)]:
             raise InputError(f"the name of the file {odd[0]!r} is not UTF-8, so no record can hold it: rename the file")
@@ -167,8 +166,7 @@ def opened_parquet(file: Path, where: str) -> Iterator[pyarrow.parquet.ParquetFi
 
 def check_different(names: Sequence[str], where: str, what: str) -> None:
     """Raises InputError: two fields have one name."""
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise InputError(f"{where}: {what} has the field {twice!r} twice, and one would hide the other: rename one")
 
 
@@ -285,8 +283,7 @@ def _checked(values: Record, place: str) -> Record:
 @contextmanager
 def _unpacked(file: Path, where: str) -> Iterator[IO[bytes]]:
     """Content of a file, unpacked if its name tells that it is packed. Raises InputError: an archive of several."""
-    packed = infer_compression(file.name)
-    if packed is None and file.suffix.lower() in _FOREIGN:
+    if (packed := infer_compression(file.name)) is None and file.suffix.lower() in _FOREIGN:
         raise InputError(f"{where} is packed in a form that cannot be read here ({file.suffix}): unpack it, or use .gz")
     with file.open("rb") as raw:
         if packed == "zip" and len(names := zipfile.ZipFile(raw).namelist()) != 1:

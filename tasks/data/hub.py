@@ -55,8 +55,7 @@ def is_hub_id(source: str) -> bool:
 
 def hub_id(source: str) -> HubId:
     """The parts of `org/name[@revision]` or `hf://org/name[@revision][/folder]`. Raises InputError: it is neither."""
-    found = (_URL if source.startswith(_SCHEME) else _ID).fullmatch(source)
-    if found is None:
+    if (found := (_URL if source.startswith(_SCHEME) else _ID).fullmatch(source)) is None:
         raise InputError(f"model.source {source} is not of the form hf://org/name[@revision][/folder]: correct it")
     revision = found["revision"]
     return HubId(found["name"], revision and revision.replace("%2F", "/"), found["folder"] or "")

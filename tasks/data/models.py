@@ -70,8 +70,7 @@ class ModelFolder:
                     "missing): copy or download the model again"
                 )
             return named
-        found = [name for name in there if name.endswith(".safetensors")]
-        if not found:
+        if not (found := [name for name in there if name.endswith(".safetensors")]):
             other = next((f", only {name}" for name in there if name.endswith((".bin", ".pt", ".pth", ".gguf"))), "")
             raise InputError(f"{self} holds no safetensors files{other}: convert the weights first")
         return ["model.safetensors"] if "model.safetensors" in found else found

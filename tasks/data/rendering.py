@@ -141,8 +141,7 @@ class Renderer:
         messages = _messages(value, name) if isinstance(value, list) else None
         if messages is not None and len(messages) == 1 and messages[0]["role"] == ASSISTANT:
             return _unless_empty(messages[0])
-        text = text_of(value)
-        if text is None and value is not None:
+        if (text := text_of(value)) is None and value is not None:
             raise InputError(
                 f"field {name!r} is {shown(value)}, but an answer is a text, an integer or the assistant's message. "
                 'Write one of these, or set data.answer_field = "" if only rewards read it'
@@ -154,8 +153,7 @@ class Renderer:
             return fill(self.source.prompt, record)
         field = str(self.source.prompt_field)
         value = record.get(field)
-        messages = _messages(value, field)
-        if messages is not None:
+        if (messages := _messages(value, field)) is not None:
             return messages
         if isinstance(value, str) and not is_blank(value):
             return value
@@ -196,14 +194,12 @@ def fill(template: str, record: Record) -> str:
 
 
 def _value(record: Record, name: str) -> str:
-    value = record.get(name)
-    if value is None:
+    if (value := record.get(name)) is None:
         raise InputError(
             f"data.prompt names the field {name!r}, which the record lacks: its fields are "
             f"{', '.join(str(field) for field, value in record.items() if value is not None)}"
         )
-    text = text_of(value)
-    if text is None:
+    if (text := text_of(value)) is None:
         raise InputError(
             f"data.prompt names the field {name!r}, which is {shown(value)}: a text or an integer is expected, so "
             "write it as the text that the prompt is to have"

@@ -52,8 +52,7 @@ class TextCodec:
         and BOS tokens. Raises InputError: a file is missing or cannot be used, or there is no stop token."""
         present = [name for name in TEXT_FILES if (directory / name).is_file()]
         digests = {name: bytes_digest((directory / name).read_bytes()) for name in present}
-        identity = value_digest(digests)
-        if identity not in _read:
+        if (identity := value_digest(digests)) not in _read:
             _read[identity] = _from_files(directory, identity)
         codec = _read[identity]._stopping_at(stop_tokens)
         special = codec.backend.special

@@ -41,8 +41,7 @@ class Flaw(NamedTuple):
 
 def flaw(value: object) -> Flaw | None:
     """The first thing in a value that JSON cannot hold, or UTF-8; None if there is none."""
-    kind = type(value)
-    if kind is dict:
+    if (kind := type(value)) is dict:
         return _flaw_of_dict(value)  # pyright: ignore[reportArgumentType] - it is one
     if kind is list:
         each = ((place, flaw(one)) for place, one in enumerate(value))  # pyright: ignore[reportArgumentType]
@@ -82,8 +81,7 @@ def _flaw_of_dict(value: Mapping[object, object]) -> Flaw | None:
     for key, one in value.items():
         if not isinstance(key, str) or not is_encodable(key):
             return Flaw("", f"has the key {shown(key)}, which is not a text")
-        found = flaw(one)
-        if found is not None:
+        if (found := flaw(one)) is not None:
             return Flaw(f".{key}{found.place}", found.fact)
     return None
 

@@ -38,8 +38,7 @@ def load_engine(target: UserFunction) -> type[Any]:
     if not isinstance(kind, type):
         raise InputError(f"{_named(target)} is of type {type(kind).__name__}: expected a class with `EngineProtocol`")
     for name, method in {**_METHODS, **_abstract(kind)}.items():
-        found = inspect.getattr_static(kind, name, None)
-        if found is None or found is method:
+        if (found := inspect.getattr_static(kind, name, None)) is None or found is method:
             raise _unlike(target, kind, f"has no method {name!r}", _form(name, method))
         if inspect.isfunction(found) and _refuses(found, list(inspect.signature(method).parameters)):
             raise _unlike(target, found, f"has {name}{inspect.signature(found)}", _form(name, method))

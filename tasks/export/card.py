@@ -46,8 +46,7 @@ def _metadata(config: RunConfig) -> dict[str, Any]:
 
 
 def _base_model(config: RunConfig) -> str:
-    source = config.model.source
-    if source is None:
+    if (source := config.model.source) is None:
         return "random weights (model.generate)"
     return Path(source).name if Path(source).is_absolute() else shown_text(source)  # no path of this machine
 

@@ -28,8 +28,7 @@ class Chosen:
     def manifest(self, stage: Stage, iteration: int | None = None) -> Manifest:
         """The manifest of a stage, by default of the chosen iteration. Raises InputError: there is none."""
         at = self.iteration if iteration is None else iteration
-        found = self.find(stage, at)
-        if found is None:
+        if (found := self.find(stage, at)) is None:
             raise InputError(f"run {self.run!r} has no {stage} of iteration {at}: let it get that far first")
         return found
 
@@ -47,8 +46,7 @@ def choose(root: Root, which: str) -> Chosen:
     run, at, wanted = which.partition("@")
     require_run(root, run)
     recorded = contents(root, run)
-    kept = _kept(recorded)
-    if not kept:
+    if not (kept := _kept(recorded)):
         raise InputError(f"run {run!r} has no complete iteration yet: let it finish iteration 0 first")
     if not at:
         return Chosen(run, kept[-1], recorded)
@@ -57,8 +55,7 @@ def choose(root: Root, which: str) -> Chosen:
         return _best(recorded, run, kept, measure or PASSES)
     if not (wanted.isascii() and wanted.isdigit()):
         raise InputError(f"{which!r} is not of the form RUN, RUN@ITERATION or RUN@{BEST}[.MEASURE]")
-    iteration = int(wanted)
-    if iteration not in kept:
+    if (iteration := int(wanted)) not in kept:
         complete = iteration in _by_iteration(recorded, _last_stage(recorded))
         fact = "is not kept: retention has deleted it" if complete else "is not there"
         raise InputError(
@@ -84,8 +81,7 @@ def _last_stage(recorded: Contents) -> Stage:
 
 def _best(recorded: Contents, run: str, kept: list[int], measure: str) -> Chosen:
     found = _by_iteration(recorded, Stage.EVALUATE)
-    evaluated = {at: found[at] for at in kept if at in found}
-    if not evaluated:
+    if not (evaluated := {at: found[at] for at in kept if at in found}):
         raise InputError(
             f"run {run!r} has no evaluation of an iteration whose state is kept ({kept}): choose one as {run}@ITERATION"
         )

@@ -68,16 +68,14 @@ class Local:
 def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
     """Local copies of files, by path or URL, for the duration of the block. Raises InputError: one is of another form,
     is named twice or does not exist."""
-    twice = next((file for file in files if files.count(file) > 1), None)
-    if twice is not None:
+    if (twice := next((file for file in files if files.count(file) > 1), None)) is not None:
         raise InputError(f"{twice} is named twice, so its samples would be there twice: name it once")
     with scratch() as folder:
         yield [_local(file, folder / str(number)) for number, file in enumerate(files)]
 
 
 def _local(file: str, folder: Path) -> Local:
-    form = form_of(path_of(file))
-    if form not in _FORMS:
+    if (form := form_of(path_of(file))) not in _FORMS:
         raise InputError(f"{file} cannot be imported: give files that end with .jsonl, .json or .parquet")
     folder.mkdir()
     there = fetched(file, file, folder)

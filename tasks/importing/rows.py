@@ -64,8 +64,7 @@ class SampleRows:
 
     def tokens(self, name: str) -> pa.ListArray:
         """Token ids, which every row must have: (N rows) of int32."""
-        column = self._column(name)
-        if column is None:
+        if (column := self._column(name)) is None:
             raise InputError(
                 f"{self.batch.file} has no {name}: samples are trained on as the token ids that were sampled, because "
                 f"a text made of them may give others. Name the column of token ids with --map {name}=COLUMN"
@@ -78,8 +77,7 @@ class SampleRows:
 
     def logprobs(self, responses: pa.ListArray) -> pa.ListArray:
         """Log-probabilities of the response tokens; NaN where they are not known."""
-        column = self._column("logprobs")
-        if column is None and self.order.logprobs:
+        if (column := self._column("logprobs")) is None and self.order.logprobs:
             raise InputError(
                 f"{self.batch.file} has no logprobs: without the log-probabilities of the policy that sampled, no "
                 "objective but maximum likelihood and preferences can be computed. Name their column with --map "
@@ -99,8 +97,7 @@ class SampleRows:
         """Ids of the prompts, by default equal for equal tokens; a digest of their tokens, and the tokens."""
         tokens = self.tokens("prompt_tokens")
         digests = list(_digests(tokens))
-        column = self._column("prompt_id")
-        if column is None:
+        if (column := self._column("prompt_id")) is None:
             return [f"{digest:032x}"[:16] for digest in digests], digests, tokens
         ids = column.array()
         column.refuse(pc.equal(ids, "").to_numpy(zero_copy_only=False), "is empty")  # pyright: ignore[reportAttributeAccessIssue]
@@ -153,8 +150,7 @@ class SampleRows:
         return pa.Table.from_arrays([columns[name] for name in REWARD.names], schema=REWARD)
 
     def _column(self, name: str) -> Column | None:
-        found = self.found.get(name)
-        if found is not None:
+        if (found := self.found.get(name)) is not None:
             return Column(self.batch, name, found)
         if name in self.order.columns:
             there = ", ".join(self.batch.names)
@@ -166,8 +162,7 @@ class SampleRows:
     def _numbers(
         self, name: str, kind: pa.DataType, right: Callable[[NDArray[Any]], NDArray[np.bool_]]
     ) -> pa.Array | None:
-        column = self._column(name)
-        if column is None:
+        if (column := self._column(name)) is None:
             return None
         found = column.array()
         values = found.to_numpy(zero_copy_only=False)
@@ -187,8 +182,7 @@ class SampleRows:
         return pa.repeat(pa.scalar(self.order.temperature, pa.float32()), self.batch.rows)
 
     def _reasons(self) -> pa.Array:
-        column = self._column("finish_reason")
-        if column is None:
+        if (column := self._column("finish_reason")) is None:
             return pa.repeat("stop", self.batch.rows)
         found = column.array()
         known = pc.is_in(found, value_set=pa.array(_REASONS)).to_numpy(zero_copy_only=False)  # pyright: ignore[reportAttributeAccessIssue]

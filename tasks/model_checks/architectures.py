@@ -130,8 +130,7 @@ def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Seque
         )
     if facts.get("quantization_config"):
         raise InputError(f"{where} is quantized (quantization_config in config.json): use the model in bf16 or fp32")
-    name = architecture_of(facts, where)
-    if name not in KNOWN_TO_BOTH:
+    if (name := architecture_of(facts, where)) not in KNOWN_TO_BOTH:
         raise InputError(
             f"{where}: the architecture {name} is not supported: megatron-bridge and vLLM must both have it. Use one "
             f"of {', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
@@ -158,8 +157,7 @@ def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
 
 def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:
     """Raises InputError: sequences are longer than a sliding window, which the trainer's attention does not have."""
-    window = _window(facts, where)
-    if window is not None and max_length > window:
+    if (window := _window(facts, where)) is not None and max_length > window:
         raise InputError(
             f"train.max_length = {max_length} is longer than the sliding window of {window} tokens in config.json of "
             f"{where}, which the trainer does not compute: lower train.max_length to {window}"

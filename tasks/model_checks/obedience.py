@@ -17,8 +17,7 @@ def check_keys(facts: Table, architecture: str, accepted: Sequence[str], where: 
     its content, `accepted` the keys of `model.accept`, which pass, and `where` the model's name in messages. Raises
     InputError: naming each such key with its value, or keys that are accepted without need."""
     found = dict(_refused(facts, architecture))
-    problems = [text for key, text in found.items() if key not in accepted]
-    if problems:
+    if problems := [text for key, text in found.items() if key not in accepted]:
         keys = [key for key in found if key not in accepted]
         raise InputError(
             f"{where}: {'; '.join(problems)}. Trainer and engine would compute another model than transformers: use a "

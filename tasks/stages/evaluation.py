@@ -95,8 +95,7 @@ def _performed(
 ) -> Performed:
     made_of = sources_of(context.config.reward)
     name = stage_name(settings, prepared.digest, served.digest, context.config, made_of)
-    done = find(context.root, context.run, iteration, name, context.revisions)
-    if done is not None:
+    if (done := find(context.root, context.run, iteration, name, context.revisions)) is not None:
         return Performed(Evaluated(done), reused=True)
     writer = PartWriter(context.root, context.run, iteration, name, context.revisions.of(iteration, name))
     attempt = Attempt.begin(context, writer)
@@ -137,8 +136,7 @@ def _check_there(context: RunContext, iteration: int, inputs: Mapping[str, str])
     """Refuse an evaluation whose inputs are not there any more: another run may have its run's name by now."""
     require_run(context.root, context.run)
     for role, stage, of in (("prepare", Stage.PREPARE, 0), ("weights", Stage.WEIGHT_SYNC, iteration)):
-        there = context.find(of, stage)
-        if there is None or there.digest != inputs[role]:
+        if (there := context.find(of, stage)) is None or there.digest != inputs[role]:
             raise InputError(
                 f"the evaluation of iteration {iteration} of run {context.run!r} is not stored: it was made from "
                 f"{stage} {inputs[role]}, and {there.digest if there else 'none'} is there now. The run was removed "
@@ -176,8 +174,7 @@ class _Asked:
     def _part(self, engine: EngineHandle, start: int) -> Part:
         rows = self.table.slice(start, self.settings.prompts_per_part)
         name = f"{start:06d}-{start + rows.num_rows:06d}"
-        kept = find_piece(self.writer, name)
-        if kept is not None:
+        if (kept := find_piece(self.writer, name)) is not None:
             return kept
         table = self._scored(self._generated(engine, rows, start), rows)
         part = self.writer.write_table(f"answers-{name}.arrow", table, EVALUATION_SAMPLES)
@@ -307,8 +304,7 @@ def _passes(sampled: pa.Table, samples: int, passes: NDArray[np.bool_]) -> dict[
     scored = [passes[rows][np.isfinite(rewards[rows])] for rows in groups.values()]
     found: dict[str, float] = {}
     for k in ladder(samples):
-        rates = [pass_at_k(len(one), int(one.sum()), k) for one in scored if len(one) >= k]
-        if rates:
+        if rates := [pass_at_k(len(one), int(one.sum()), k) for one in scored if len(one) >= k]:
             found[f"sampled/pass@{k}"] = float(np.mean(rates))
     return found
 

@@ -98,8 +98,7 @@ def _stored(context: RunContext, state: Trained) -> Trained:
 
 def _compare(state: Trained, loaded: LoadedState) -> None:
     recorded = state.identity
-    differing = recorded.differences(loaded.identity, generators=loaded.rng == "restored")
-    if differing:
+    if differing := recorded.differences(loaded.identity, generators=loaded.rng == "restored"):
         raise DigestMismatch(
             f"the state of iteration {state.manifest.iteration} of run {state.manifest.run} is not what its manifest "
             f"records: {' and '.join(differing)} differ after it was loaded ({loaded.identity.model_dump()} against "

@@ -55,8 +55,7 @@ def examine(
     """Go through everything that [retrain] selects; each share is given to `store`. `own` is the root of the run, which
     a place without a root means; `prepared`, stored in `home`, holds the model that is to be trained. Raises
     InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with."""
-    section = config.retrain
-    if section is None:
+    if (section := config.retrain) is None:
         raise InputError("the run has no [retrain], so there is nothing to select: start it with `ratchet retrain`")
     selecting, ranges = Selecting(section), Ranges()
     for share in _shares(own, prepared, selecting):
@@ -94,8 +93,7 @@ def _check_tokenizer(prepared: Prepared, rollout: Rollout) -> None:
     if rollout.prepared is None:
         return  # imported: only the range of its token ids can be checked
     ours, theirs = _tokenizer(prepared.manifest), _tokenizer(rollout.prepared.manifest)
-    differing = [name for name, digest in theirs.items() if ours.get(name, digest) != digest]
-    if differing:
+    if differing := [name for name, digest in theirs.items() if ours.get(name, digest) != digest]:
         raise InputError(
             f"the samples of run {rollout.manifest.run!r} were made with another tokenizer than that of the model to "
             f"be trained: {differing[0]} differs. Select samples of runs that have the same one"

@@ -63,8 +63,7 @@ class _Run:
 
     def prompts_of(self, rollout: Manifest) -> Prepared | None:
         """The prompts of a rollout, compared by digest: another run may have the run's name by now."""
-        made_from = rollout.inputs.get("prepare")
-        if made_from is None:
+        if (made_from := rollout.inputs.get("prepare")) is None:
             return None
         if self.prepared is None or self.prepared.digest != made_from:
             there = "none is there" if self.prepared is None else f"{self.prepared.digest} is there"
@@ -106,8 +105,7 @@ def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
 def _wanted(source: _Run, place: Place, text: str) -> list[int]:
     there = sorted(set(source.recorded.of_stage(Stage.ROLLOUT).values()))
     last = max(there, default=0) if place.last is None else place.last
-    wanted = [iteration for iteration in there if place.first <= iteration <= last]
-    if not wanted:
+    if not (wanted := [iteration for iteration in there if place.first <= iteration <= last]):
         span = f"those of iterations {there[0]} to {there[-1]}" if there else "none at all"
         raise InputError(f"retrain.select {text!r}: the run has no such rollouts, only {span}")
     return wanted
@@ -189,8 +187,7 @@ class Selecting:
     def _remember(self, rollout: Rollout, kept: pa.Table) -> None:
         if not self.section.rescore:
             return
-        prepared = rollout.prepared
-        if prepared is None:
+        if (prepared := rollout.prepared) is None:
             raise InputError(
                 f"the samples of run {rollout.manifest.run!r} cannot be scored again, because their prompts' records "
                 "are not stored: it was imported. Import them with a score (--map reward=COLUMN), and leave "

@@ -91,8 +91,7 @@ class StageFunction[**P, V: View]:
         tries = context.tries(self.stage, iteration)
         while True:
             with tries:
-                done = committed(context, iteration, self.stage, digests)
-                if done is not None:
+                if (done := committed(context, iteration, self.stage, digests)) is not None:
                     return Performed(self.view(done), reused=True)
                 kill_points.reached(Point.STARTED, writer.manifest_key)
                 attempt = Attempt.begin(context, writer)
@@ -193,8 +192,7 @@ def _process() -> str:
 def committed(context: RunContext, iteration: int, stage: Stage, inputs: Mapping[str, str]) -> Manifest | None:
     """The stage's manifest if it was made from these inputs under the settings that it reads; None if there is none.
     Raises CommitConflict: there is one, made from something else."""
-    manifest = context.find(iteration, stage)
-    if manifest is None:
+    if (manifest := context.find(iteration, stage)) is None:
         return None
     if manifest.inputs == dict(inputs) and context.reads_the_same(stage, manifest.config_digest):
         return manifest

@@ -82,8 +82,7 @@ def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> 
 
 
 def _stored_responses(root: Root, run: str, iteration: int, seen: Revisions) -> list[Response]:
-    rollout = find(root, run, iteration, Stage.ROLLOUT, seen)
-    if rollout is None:
+    if (rollout := find(root, run, iteration, Stage.ROLLOUT, seen)) is None:
         raise InputError(f"run {run!r} has no samples of iteration {iteration}: `ratchet show {run}` lists what it has")
     prepared = need(root, run, 0, Stage.PREPARE, seen)
     table = read_table(root, rollout, ROLLOUT, _NEEDED)
@@ -92,8 +91,7 @@ def _stored_responses(root: Root, run: str, iteration: int, seen: Revisions) -> 
 
 
 def _stored_rewards(root: Root, run: str, iteration: int, seen: Revisions) -> dict[tuple[str, int], float | None]:
-    reward = find(root, run, iteration, Stage.REWARD, seen)
-    if reward is None:
+    if (reward := find(root, run, iteration, Stage.REWARD, seen)) is None:
         return {}
     names = ["prompt_id", "sample_id", "reward"]
     columns = [read_table(root, reward, REWARD, names)[name].to_pylist() for name in names]

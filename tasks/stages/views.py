@@ -42,8 +42,7 @@ class Fact[T]:
         self._name = name
 
     def __get__(self, view: View, owner: type[View]) -> T:
-        found = self._read(view.manifest.facts.get(self._name))
-        if found is None:
+        if (found := self._read(view.manifest.facts.get(self._name))) is None:
             raise view.unexpected(self._name, self._words)
         return found
 
