@@ -156,10 +156,8 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
         samples = config.retrain.samples
     updates = config.train.policy.mini_batches
     if samples < updates:
-        raise InputError(
-            f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}: "
-            "lower it, or raise rollout.prompts or rollout.samples"
-        )
+        fact = f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}"
+        raise InputError(f"{fact}: lower it, or raise rollout.prompts or rollout.samples")
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -175,10 +173,8 @@ def _check_algorithm(config: RunConfig) -> None:
     policy, samples = config.train.policy, config.rollout.samples
     check_sampling(policy, config.rollout.top_p)
     if (comparing := policy.compares) is not None and samples == 1:
-        raise InputError(
-            f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1: raise it to "
-            "2 or more"
-        )
+        fact = f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1"
+        raise InputError(f"{fact}: raise it to 2 or more")
 
 
 def _device(config: RunConfig) -> Device:
@@ -190,10 +186,8 @@ def _device(config: RunConfig) -> Device:
             f"{len(settings.gpus)} are visible: choose a smaller layout, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     if device == "cuda" and config.retrain is None and config.engine.tensor > len(settings.gpus):
-        raise InputError(
-            f"engine.tensor is {config.engine.tensor}, but {len(settings.gpus)} GPUs are visible: choose a smaller "
-            "one, or make more visible (CUDA_VISIBLE_DEVICES)"
-        )
+        fact = f"engine.tensor is {config.engine.tensor}, but {len(settings.gpus)} GPUs are visible"
+        raise InputError(f"{fact}: choose a smaller one, or make more visible (CUDA_VISIBLE_DEVICES)")
     if config.retrain is None:
         transport(config.sync.transport, placement(config, settings))
     return device

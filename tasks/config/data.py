@@ -19,9 +19,8 @@ def _template(text: str) -> str:
     except ValueError as error:
         raise ValueError(f"{text!r} is not a template ({error}): write {{{{ and }}}} for braces themselves") from None
     if not fields or any(not name or form or conversion for name, form, conversion in fields):
-        raise ValueError(
-            f"{text!r}: put the name of a field in braces, such as {{question}}, and {{{{ for a brace itself"
-        )
+        fact = f"{text!r}: put the name of a field in braces"
+        raise ValueError(f"{fact}, such as {{question}}, and {{{{ for a brace itself")
     return text
 
 
@@ -116,9 +115,8 @@ def _listed(value: Any) -> Any:
         return value
     tables = [value] if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
     if not tables:
-        raise ValueError(
-            f"{value!r} names no source: give a path, a URL, the id of a data set, or tables with a source"
-        )
+        fact = f"{value!r} names no source"
+        raise ValueError(f"{fact}: give a path, a URL, the id of a data set, or tables with a source")
     return [{"source": one} if isinstance(one, str) else one for one in tables]
 
 

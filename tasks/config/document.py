@@ -100,10 +100,8 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
         raise InputError(f"configuration {shown_text(where)} cannot be used:\n{explained(error)}") from None
     except UnicodeEncodeError as error:  # a file's name, or a --set, in another encoding
         text = shown_text(error.object[: error.end].rpartition('"')[2])
-        raise InputError(
-            f"configuration {shown_text(where)} cannot be used: {text!r} in it is not UTF-8, so it cannot be recorded. "
-            "Rename the file, or correct the text"
-        ) from None
+        fact = f"configuration {shown_text(where)} cannot be used: {text!r} in it is not UTF-8"
+        raise InputError(f"{fact}, so it cannot be recorded. Rename the file, or correct the text") from None
 
 
 def explained(error: ValidationError) -> str:

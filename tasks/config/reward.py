@@ -91,9 +91,8 @@ class RewardSection(_Tried):
         if not self.functions:
             return self
         if self.function != _DEFAULT or self.arguments or self.weights or self.batch:
-            raise ValueError(
-                "reward.functions excludes reward.function, arguments, weights and batch: give these for each function"
-            )
+            fact = "reward.functions excludes reward.function, arguments, weights and batch"
+            raise ValueError(f"{fact}: give these for each function")
         names = [one.name for one in self.functions]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"reward.functions has two functions with the name {twice!r}: give each its own")

@@ -40,10 +40,8 @@ class Section(BaseModel):
 def public(url: str) -> str:
     """The URL. Raises ValueError: it has credentials."""
     if has_credentials(url):
-        raise ValueError(
-            "it is a URL with credentials, which would be stored with the run: leave them to the environment, or "
-            'give the whole URL by reference, as "env:NAME", and export NAME'
-        )
+        fact = "it is a URL with credentials, which would be stored with the run: leave them to the environment"
+        raise ValueError(f'{fact}, or give the whole URL by reference, as "env:NAME", and export NAME')
     return url
 
 

@@ -81,10 +81,8 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
-        raise SchemaMismatch(
-            f"{where} is not a configuration that this version can read:\n{explained(error)}\n"
-            "Continue the run with the version that made it"
-        ) from None
+        fact = f"{where} is not a configuration that this version can read:\n{explained(error)}"
+        raise SchemaMismatch(f"{fact}\nContinue the run with the version that made it") from None
     known = tuple(map(str, former)) if isinstance(former, list) else ()
     return StoredConfig(config, meaning_digest(document), first, known)
 
@@ -250,8 +248,6 @@ def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
             "--from RUN@ITERATION` trains on them. A new run needs another name (--run)"
         )
     if document.get("rules") != RULES:
-        raise SchemaMismatch(
-            f"{where} was recorded under rules {document.get('rules')!r} of identity; this version knows {RULES}. "
-            "Continue the run with the version that made it"
-        )
+        fact = f"{where} was recorded under rules {document.get('rules')!r} of identity; this version knows {RULES}"
+        raise SchemaMismatch(f"{fact}. Continue the run with the version that made it")
     return document, where

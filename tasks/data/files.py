@@ -299,10 +299,8 @@ def _json_lines(stream: Iterable[bytes], where: str) -> Iterator[Record]:
             if text.strip():
                 yield _an_object(parsed(text), f"{where}, line {number}")
         except ValueError as error:
-            raise InputError(
-                f"{where}, line {number}: not valid JSON ({error}). Fix or remove the line: each is one whole object, "
-                'unless the format is "json" and the file one array'
-            ) from None
+            fact = f"{where}, line {number}: not valid JSON ({error}). Fix or remove the line: each is one whole object"
+            raise InputError(f'{fact}, unless the format is "json" and the file one array') from None
 
 
 def _json(stream: IO[bytes], where: str) -> Iterator[Record]:

@@ -95,10 +95,8 @@ def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[R
     count = next((number for number, total in enumerate(made, 1) if total >= section.held_out), len(pairs))
     held_out, train = _prompts(pairs[:count], section, rng), _prompts(pairs[count:], section, rng)
     if not train:
-        raise InputError(
-            f"data.generate.held_out = {section.held_out} leaves none of the {len(pairs)} sums for training: lower it "
-            "or widen the operands"
-        )
+        fact = f"data.generate.held_out = {section.held_out} leaves none of the {len(pairs)} sums for training"
+        raise InputError(f"{fact}: lower it or widen the operands")
     tables: dict[str, list[Record]] = {"train": train, "held_out": held_out[: section.held_out]}
     if section.warmup:
         tables["warmup"] = [_demonstration(record, section, rng) for record in train[: section.warmup]]

@@ -93,10 +93,8 @@ def fetch(model: HubId, token: str | None) -> Path:
             wanted = {"allow_patterns": patterns, "ignore_patterns": "consolidated*"}
             found = snapshot_download(model.name, revision=model.revision, token=token, **wanted)
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(
-            f"model.source {model} cannot be fetched from the hub: {_said(error)}. Check the name "
-            'and the network; for a model behind a gate set model.token = "env:NAME" and export NAME'
-        ) from None
+        fact = f"model.source {model} cannot be fetched from the hub: {_said(error)}. Check the name and the network"
+        raise InputError(f'{fact}; for a model behind a gate set model.token = "env:NAME" and export NAME') from None
     return Path(found, model.folder)
 
 
@@ -111,10 +109,8 @@ def rows(source: DataSource, address: str, download: bool) -> "Dataset":
     import datasets  # a second, as it imports pandas
 
     if source.split is None:
-        raise InputError(
-            f"dataset {source.source} does not exist as a file, and as a data set of the hub it needs a split: give "
-            'the path of a file, or a table with the split, such as split = "train"'
-        )
+        fact = f"dataset {source.source} does not exist as a file, and as a data set of the hub it needs a split"
+        raise InputError(f'{fact}: give the path of a file, or a table with the split, such as split = "train"')
     name, _, revision = address.partition("@")
     try:
         with _access(download), _quiet():

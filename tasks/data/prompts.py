@@ -65,10 +65,8 @@ def id_of(read: Read, field: str, number: int) -> str:
     found = read.values.get(field)
     text = str(number) if found is None or found == "" else text_of(found)
     if text is None:
-        raise InputError(
-            f"{read.place}: field {field!r} is {shown(found)}, but an id is a text or an integer. Write one, or name "
-            "another field with data.id_field"
-        )
+        fact = f"{read.place}: field {field!r} is {shown(found)}, but an id is a text or an integer"
+        raise InputError(f"{fact}. Write one, or name another field with data.id_field")
     return text
 
 
@@ -84,9 +82,8 @@ def split_off(table: pa.Table, count: int, seed: int) -> tuple[pa.Table, pa.Tabl
     and True for each row that is left. Raises InputError: nothing would be left."""
     texts, first, which = np.unique(_keys(table["prompt"]), return_index=True, return_inverse=True)
     if count >= len(texts):
-        raise InputError(
-            f"data.hold_out = {count} leaves none of the {len(texts)} different prompts for training: lower it"
-        )
+        fact = f"data.hold_out = {count} leaves none of the {len(texts)} different prompts for training"
+        raise InputError(f"{fact}: lower it")
     chosen = np.zeros(len(texts), dtype=bool)
     chosen[np.random.default_rng([seed, _HOLD_OUT]).permutation(len(texts))[:count]] = True
     held, left = np.zeros(table.num_rows, dtype=bool), ~chosen[which]

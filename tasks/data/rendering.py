@@ -127,10 +127,8 @@ class Renderer:
         if not tools:
             return []
         if not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
-            raise InputError(
-                f"field {name!r} is {shown(value)}, but a list of tables that define tools is expected, or JSON of it: "
-                "correct it, or name another field with data.tools_field"
-            )
+            fact = f"field {name!r} is {shown(value)}, but a list of tables that define tools is expected"
+            raise InputError(f"{fact}, or JSON of it: correct it, or name another field with data.tools_field")
         self.used.add("tools_field")
         return tools
 
@@ -200,10 +198,8 @@ def _value(record: Record, name: str) -> str:
             f"{', '.join(str(field) for field, value in record.items() if value is not None)}"
         )
     if (text := text_of(value)) is None:
-        raise InputError(
-            f"data.prompt names the field {name!r}, which is {shown(value)}: a text or an integer is expected, so "
-            "write it as the text that the prompt is to have"
-        )
+        fact = f"data.prompt names the field {name!r}, which is {shown(value)}: a text or an integer is expected"
+        raise InputError(f"{fact}, so write it as the text that the prompt is to have")
     return text
 
 
@@ -220,9 +216,8 @@ def _messages(value: Any, field: str) -> list[Message] | None:
             one.setdefault("content", "")
         for key in ("role", "content"):
             if not isinstance(one.get(key), str):
-                raise InputError(
-                    f"message {number} of field {field!r} has {key} = {shown(one.get(key))}, but a text is expected"
-                )
+                fact = f"message {number} of field {field!r} has {key} = {shown(one.get(key))}"
+                raise InputError(f"{fact}, but a text is expected")
     return value
 
 

@@ -263,10 +263,8 @@ def check_asked_prompts(config: RunConfig, root: Root, prepared: Manifest, setti
     if name in prepared.part_names:
         table = read_parts(root, [prepared.part(name)], PROMPTS, ["prompt_id", "prompt_tokens"])
     if not table.num_rows:
-        raise InputError(
-            f"run {prepared.run!r} has no {settings.table} prompts to evaluate on: give --table train, or begin a run "
-            "with data.held_out or data.hold_out"
-        )
+        fact = f"run {prepared.run!r} has no {settings.table} prompts to evaluate on"
+        raise InputError(f"{fact}: give --table train, or begin a run with data.held_out or data.hold_out")
     limit = settings.max_tokens or config.rollout.max_tokens
     asked = table.slice(0, settings.prompts)
     check_lengths(asked, config.engine.max_model_len, limit, settings.table, "max_tokens of the evaluation")
@@ -285,10 +283,8 @@ def _check_content(table: str, run: str, given: tuple[DataSource, ...], stored: 
     if not given:
         return
     if not isinstance(stored, list):
-        raise InputError(
-            f"data.{table} is set, but run {run!r} was prepared without it, and a run keeps its prompts: leave it out, "
-            "or start a new run with another --run"
-        )
+        fact = f"data.{table} is set, but run {run!r} was prepared without it, and a run keeps its prompts"
+        raise InputError(f"{fact}: leave it out, or start a new run with another --run")
     for source, digest in zip(given, stored, strict=False):
         now = _digest(_Seen(value_digest([state(source), source.model_dump(mode="json")]), source))
         if now is not None and now != digest:

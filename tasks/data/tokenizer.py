@@ -125,9 +125,8 @@ class TextCodec:
     def _stop_token(self, given: int | str) -> int:
         token = self.backend.token_id(given) if isinstance(given, str) else given
         if token is None or not 0 <= token < (self.vocabulary or self.backend.size):
-            raise InputError(
-                f"rollout.stop_tokens: {given!r} is not a token of the model: give a single token's text or its id"
-            )
+            fact = f"rollout.stop_tokens: {given!r} is not a token of the model"
+            raise InputError(f"{fact}: give a single token's text or its id")
         return token
 
 
@@ -144,9 +143,8 @@ def _from_files(directory: Path, identity: str) -> TextCodec:
     backend = read_backend(directory)
     context = config.get("max_position_embeddings")
     if not isinstance(context, int):
-        raise InputError(
-            f"config.json of the model has max_position_embeddings = {context!r}: add the longest sequence"
-        )
+        fact = f"config.json of the model has max_position_embeddings = {context!r}"
+        raise InputError(f"{fact}: add the longest sequence")
     vocabulary = config.get("vocab_size") if isinstance(config.get("vocab_size"), int) else None
     generation = _json(directory, "generation_config.json", optional=True)
     named = (*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id")), *_ids(backend.special.stop))

@@ -82,9 +82,8 @@ def _last_stage(recorded: Contents) -> Stage:
 def _best(recorded: Contents, run: str, kept: list[int], measure: str) -> Chosen:
     found = _by_iteration(recorded, Stage.EVALUATE)
     if not (evaluated := {at: found[at] for at in kept if at in found}):
-        raise InputError(
-            f"run {run!r} has no evaluation of an iteration whose state is kept ({kept}): choose one as {run}@ITERATION"
-        )
+        fact = f"run {run!r} has no evaluation of an iteration whose state is kept ({kept})"
+        raise InputError(f"{fact}: choose one as {run}@ITERATION")
     newest, metric = evaluated[max(evaluated)], _METRICS.get(measure, f"reward/{measure}")
     alike = {at: one for at, one in evaluated.items() if _judged_by(one, measure) == _judged_by(newest, measure)}
     values = {at: value for at, one in alike.items() if (value := one.metrics.get(metric)) is not None}

@@ -57,9 +57,8 @@ class ExportFolder:
         """Accept a folder that does not exist, is empty, or was left by an interrupted export. Raises InputError: it
         holds something else, has credentials in its URL, or cannot be reached."""
         if has_credentials(url):
-            raise InputError(
-                f"--to {shown_text(url)} has credentials in its URL: give it by reference, as env:NAME, and export NAME"
-            )
+            fact = f"--to {shown_text(url)} has credentials in its URL"
+            raise InputError(f"{fact}: give it by reference, as env:NAME, and export NAME")
         try:
             fs, path = fsspec.core.url_to_fs(str(resolve(url, "--to")))
             target = cls(url, fs, path)
@@ -117,10 +116,8 @@ class ExportFolder:
             with self.fs.open(f"{self.path}/{name}", "rb") as file:
                 found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             if found != self.digests[name]:
-                raise StorageError(
-                    f"{self.shown}/{name} is damaged: xxh3-128 {found} was read, {self.digests[name]} was written. "
-                    "Export again to another folder"
-                )
+                fact = f"{self.shown}/{name} is damaged: xxh3-128 {found} was read, {self.digests[name]} was written"
+                raise StorageError(f"{fact}. Export again to another folder")
 
 
 def local_or_url(to: str) -> str:

@@ -154,9 +154,8 @@ class SampleRows:
             return Column(self.batch, name, found)
         if name in self.order.columns:
             there = ", ".join(self.batch.names)
-            raise InputError(
-                f"{self.batch.file} has no column {self.order.columns[name]!r} for {name}: its columns are {there}"
-            )
+            fact = f"{self.batch.file} has no column {self.order.columns[name]!r} for {name}"
+            raise InputError(f"{fact}: its columns are {there}")
         return None
 
     def _numbers(

@@ -157,10 +157,8 @@ class _Samples:
         odd = sorted(name for name in self.found.keys() ^ rows.found.keys() if not KINDS[name].optional)
         if rows.batch.first and odd:
             has, had = ("has", "have not") if odd[0] in rows.found else ("has no", "have one")
-            raise InputError(
-                f"{self.place.file}, sample {rows.batch.first + 1}: it {has} {odd[0]}, and samples before it {had}. "
-                "Correct the file, or leave that sample out"
-            )
+            fact = f"{self.place.file}, sample {rows.batch.first + 1}: it {has} {odd[0]}, and samples before it {had}"
+            raise InputError(f"{fact}. Correct the file, or leave that sample out")
 
     def _check_prompts(self, rows: SampleRows, ids: Sequence[str], digests: Sequence[int]) -> None:
         for row, (name, digest) in enumerate(zip(ids, digests, strict=True)):
@@ -178,10 +176,8 @@ class _Samples:
     def _check_unique(self, ids: Sequence[str], numbers: Sequence[int]) -> None:
         for name, number in zip(ids, numbers, strict=True):
             if (name, number) in self._seen:
-                raise InputError(
-                    f"{self.place.file}: sample {number} of prompt {name!r} occurs twice: number them otherwise, or "
-                    "give no column for sample_id"
-                )
+                fact = f"{self.place.file}: sample {number} of prompt {name!r} occurs twice"
+                raise InputError(f"{fact}: number them otherwise, or give no column for sample_id")
             self._seen.add((name, number))
 
 

@@ -26,10 +26,8 @@ def check_numbers(facts: Mapping[str, Any], where: str) -> None:
             raise InputError(f"{where}: {key} in config.json is {value!r}, but a positive number is needed: correct it")
     heads, groups = facts["num_attention_heads"], key_value_heads(facts)
     if heads % groups:
-        raise InputError(
-            f"{where}: num_attention_heads = {heads} in config.json is no multiple of num_key_value_heads = {groups}: "
-            "correct it"
-        )
+        fact = f"{where}: num_attention_heads = {heads} in config.json is no multiple of num_key_value_heads = {groups}"
+        raise InputError(f"{fact}: correct it")
     # transformers refuses such a Llama even with a head_dim
     needed = facts.get("head_dim") is None or "LlamaForCausalLM" in facts.get("architectures", ())
     if needed and facts["hidden_size"] % heads:
@@ -51,10 +49,8 @@ def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
     for what, amount in divisors:
         if amount % parallel.tensor:
             fitting = [number for number in range(1, min(amount, 64) + 1) if amount % number == 0]
-            raise InputError(
-                f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}: choose "
-                f"one of {fitting}"
-            )
+            fact = f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}"
+            raise InputError(f"{fact}: choose one of {fitting}")
     check_experts(parallel, experts_of(facts))
 
 
@@ -65,10 +61,8 @@ def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> Non
     else:
         size = int(facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"])
     if device == "cpu" and size not in CPU_HEAD_SIZES:
-        raise InputError(
-            f"{where} has heads of {size} (head_dim), for which vLLM has no attention on CPU: use a model with one of "
-            f"{list(CPU_HEAD_SIZES)}, or a GPU"
-        )
+        fact = f"{where} has heads of {size} (head_dim), for which vLLM has no attention on CPU"
+        raise InputError(f"{fact}: use a model with one of {list(CPU_HEAD_SIZES)}, or a GPU")
 
 
 def key_value_heads(facts: Mapping[str, Any]) -> int:
@@ -113,9 +107,8 @@ def architecture_of(facts: Mapping[str, Any], where: str) -> str:
     """Architecture that config.json names. Raises InputError: it names none."""
     named = facts.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
-        raise InputError(
-            f"{where}: config.json names no architectures: take the config.json that belongs to the weights"
-        )
+        fact = f"{where}: config.json names no architectures"
+        raise InputError(f"{fact}: take the config.json that belongs to the weights")
     return named[0]
 
 
@@ -131,10 +124,8 @@ def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Seque
     if facts.get("quantization_config"):
         raise InputError(f"{where} is quantized (quantization_config in config.json): use the model in bf16 or fp32")
     if (name := architecture_of(facts, where)) not in KNOWN_TO_BOTH:
-        raise InputError(
-            f"{where}: the architecture {name} is not supported: megatron-bridge and vLLM must both have it. Use one "
-            f"of {', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}"
-        )
+        fact = f"{where}: the architecture {name} is not supported: megatron-bridge and vLLM must both have it"
+        raise InputError(f"{fact}. Use one of {', '.join(sorted(WITHOUT_TRANSFORMER_ENGINE))}")
     if device == "cpu" and name not in WITHOUT_TRANSFORMER_ENGINE:
         raise InputError(
             f"{where}: the architecture {name} needs Transformer Engine, which needs a GPU; on CPU use one of "
@@ -149,10 +140,8 @@ def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
     name, window = architecture_of(facts, where), _window(facts, where)
     if name in NOT_FULL_ATTENTION or window is not None:
         kind = f"a sliding window of {window} tokens" if window is not None else "layers without full attention"
-        raise InputError(
-            f"train.parallel.context is above 1, but {where} ({name}) has {kind}, and sequences are divided for full "
-            "attention alone: set train.parallel.context = 1"
-        )
+        fact = f"train.parallel.context is above 1, but {where} ({name}) has {kind}"
+        raise InputError(f"{fact}, and sequences are divided for full attention alone: set train.parallel.context = 1")
 
 
 def check_window(facts: Mapping[str, Any], max_length: int, where: str) -> None:

@@ -37,10 +37,8 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
     there, facts = folder.files(), folder.document("config.json")
     check_architecture(facts, device, section.accept, str(folder))
     if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
-        raise InputError(
-            f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run: use a "
-            "model whose tokenizer transformers has"
-        )
+        fact = f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run"
+        raise InputError(f"{fact}: use a model whose tokenizer transformers has")
     check_numbers(facts, str(folder))
     check_weights(folder, facts)
     return facts

@@ -25,10 +25,8 @@ def check_keys(facts: Table, architecture: str, accepted: Sequence[str], where: 
             f"{json.dumps([*accepted, *keys])}"
         )
     if needless := sorted(set(accepted) - found.keys()):
-        raise InputError(
-            f"{where}: model.accept names {needless[0]}, which has no effect, because nothing of that name is refused: "
-            "leave it out"
-        )
+        fact = f"{where}: model.accept names {needless[0]}, which has no effect"
+        raise InputError(f"{fact}, because nothing of that name is refused: leave it out")
 
 
 def _refused(facts: Table, architecture: str) -> Iterator[tuple[str, str]]:

@@ -30,9 +30,8 @@ def agreed_plan(planned: Sequence[Planned], version: int) -> WeightPlan:
         found = None if plan is None else f"{text_digest(text or '')} to version {plan.version}"
         raise SyncMismatch(f"trainer rank 0 has announced the plan {digest} to version {version}, but made {found}")
     if not plan.tensors:
-        raise SyncMismatch(
-            "the plan of the weight update is empty: the trainer found no weights with Hugging Face names"
-        )
+        fact = "the plan of the weight update is empty"
+        raise SyncMismatch(f"{fact}: the trainer found no weights with Hugging Face names")
     counts = Counter(tensor.name for tensor in plan.tensors)
     if twice := [name for name, count in counts.items() if count > 1]:
         raise SyncMismatch(f"the plan of the weight update has {_shown(twice)} twice. Nothing was sent")
@@ -55,10 +54,8 @@ def proven(
     for number, one in arrived.items():
         _check_arrived(digests, one.digests, number)
         if one.landed != landed:
-            raise SyncMismatch(
-                f"engine {number} has found {one.landed} tensors again in its parameters, another one "
-                f"{landed}, though their models are the same. {_AGAIN}"
-            )
+            fact = f"engine {number} has found {one.landed} tensors again in its parameters, another one {landed}"
+            raise SyncMismatch(f"{fact}, though their models are the same. {_AGAIN}")
     found = weights_digest(digests)
     if expected not in (None, found):
         raise SyncMismatch(
@@ -78,10 +75,8 @@ def _check_arrived(sent: Mapping[str, str], arrived: Mapping[str, str], engine: 
     if wrong := differing(sent, arrived):
         first = wrong[0]
         more = f" (and {len(wrong) - 1} more: {_shown(wrong[1:])})" if len(wrong) > 1 else ""
-        raise SyncMismatch(
-            f"engine {engine} has received {first} with digest {arrived[first]}, but {sent[first]} was sent{more}. "
-            f"{_AGAIN}"
-        )
+        fact = f"engine {engine} has received {first} with digest {arrived[first]}"
+        raise SyncMismatch(f"{fact}, but {sent[first]} was sent{more}. {_AGAIN}")
 
 
 def _check_names(wanted: Collection[str], found: Collection[str], was: str, became: str) -> None:

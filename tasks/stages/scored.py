@@ -45,10 +45,8 @@ def unchanged(scored: Scores, sources: Mapping[str, str], what: str) -> Scores:
     Raises StageFailed: a function has changed since the stage began."""
     if scored.sources != sources:
         changed = [name for name in scored.sources if scored.sources[name] != sources.get(name)]
-        raise StageFailed(
-            f"{what}: the reward function {', '.join(changed)} has changed while it scored. Nothing was committed: "
-            "start again, and everything is scored by the new one"
-        )
+        fact = f"{what}: the reward function {', '.join(changed)} has changed while it scored"
+        raise StageFailed(f"{fact}. Nothing was committed: start again, and everything is scored by the new one")
     return scored
 
 

@@ -35,10 +35,8 @@ def select(work: Work, prepared: Prepared) -> StageOutput:
     try:
         selecting, ranges = examine(work.config, work.root, prepared, work.root, store)
     except InputError as error:
-        raise InputError(
-            f"{told(error)}\nWhen run {work.context.run!r} began this was otherwise. Nothing is trained yet: remove "
-            f"it with `ratchet rm {work.context.run}`, and begin it again"
-        ) from error
+        fact = f"{told(error)}\nWhen run {work.context.run!r} began this was otherwise. Nothing is trained yet"
+        raise InputError(f"{fact}: remove it with `ratchet rm {work.context.run}`, and begin it again") from error
     prompts = [write_prompts(work.writer, prepare, one.read()) for prepare, one in selecting.answered.items()]
     temperature = _temperature(work.config.train.policy, ranges)
     return StageOutput(
@@ -148,10 +146,8 @@ def _temperature(policy: PolicyConfig, ranges: Ranges) -> float:
     if policy.loss.imitates:
         return 1.0
     if len(found) > 1:
-        raise InputError(
-            f"the selected samples were drawn at the temperatures {', '.join(f'{one:g}' for one in found)}, and one "
-            f"trainer has one: add 'temperature = {found[0]:g}' to retrain.where"
-        )
+        fact = f"the selected samples were drawn at the temperatures {', '.join(f'{one:g}' for one in found)}"
+        raise InputError(f"{fact}, and one trainer has one: add 'temperature = {found[0]:g}' to retrain.where")
     if found[0] == 0:
         raise InputError(
             "the selected samples were chosen greedily (temperature 0), so they have no probability that the trainer's "

@@ -202,9 +202,8 @@ class _Update:
             held = engine.commit_update(version, digest)
             self.noted(Point.SERVED)
             if held != committed:
-                raise SyncMismatch(
-                    f"engine {number} serves {held} after {committed} was committed; sync the weights again"
-                )
+                fact = f"engine {number} serves {held} after {committed} was committed"
+                raise SyncMismatch(f"{fact}; sync the weights again")
 
 
 def _reason(error: BaseException) -> str:
