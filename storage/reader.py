@@ -30,8 +30,8 @@ def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | N
 
 
 def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
-    """The values of a list column, (sum of lengths,), not copied if it has one chunk, and (rows + 1,) int64 offsets
-    from 0."""
+    """The values of a list column, (sum of lengths,), not copied if it has one chunk and no truth values, which Arrow
+    stores as bits, and (rows + 1,) int64 offsets from 0."""
     chunks = [_values(chunk) for chunk in column.chunks if len(chunk)]
     if not chunks:
         return np.empty(0, column.type.value_type.to_pandas_dtype()), np.zeros(1, np.int64)
@@ -54,4 +54,4 @@ def _values(chunk: pa.ListArray) -> tuple[NDArray[np.generic], NDArray[np.int64]
     # the offsets of a slice do not start at 0, and `values` ignores the slice
     offsets = chunk.offsets.to_numpy()
     values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(offsets) else chunk.values
-    return values.to_numpy(zero_copy_only=True), (offsets - offsets[0]).astype(np.int64)
+    return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), (offsets - offsets[0]).astype(np.int64)

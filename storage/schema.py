@@ -24,25 +24,63 @@ PROMPTS = pa.schema(
     metadata={"table": "prompts", "version": str(SCHEMA_VERSION)},
 )
 
+TURN = pa.struct(
+    [
+        _field("role", pa.string(), "who wrote it: assistant for the policy, else environment, tool or user"),
+        _field("begin", pa.int32(), "place of its first token in response_tokens", "token"),
+        _field("end", pa.int32(), "place after its last token", "token"),
+        _field(
+            "finish_reason",
+            pa.string(),
+            "how the engine ended it: stop, length or abort; null if not sampled",
+            "",
+            True,
+        ),
+        _field("calls", pa.string(), "calls of tools that were read in it, as JSON", nullable=True),
+        _field("results", pa.string(), "results of tools that it shows, as JSON", nullable=True),
+        _field("seconds", pa.float32(), "time that the environment took for it, if it was measured", "s", True),
+        _field("cost", pa.float32(), "cost of it, in the unit of the environment, if there is any", nullable=True),
+    ]
+)
+"""One turn of a sample. Turns follow one another without a gap from the first token of the response to its last."""
+
 ROLLOUT = pa.schema(
     [
         _field("run", pa.string(), "id of the run"),
         _field("iteration", pa.int32(), "iteration that sampled it"),
         _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
         _field("sample_id", pa.int32(), "number of the sample within its prompt group, from 0"),
+        _field("position", pa.int64(), "place in the drawing of prompts since the run began, from 0; -1 if not known"),
+        _field("again", pa.int32(), "how often that place was drawn before, 0 the first time"),
         _field("prompt_tokens", pa.list_(pa.int32()), "token ids given to the engine", "token"),
-        _field("response_tokens", pa.list_(pa.int32()), "token ids sampled, with the stop token", "token"),
+        _field(
+            "response_tokens",
+            pa.list_(pa.int32()),
+            "token ids after the prompt, of all turns, with stop tokens",
+            "token",
+        ),
+        _field(
+            "sampled",
+            pa.list_(pa.bool_()),
+            "whether the policy sampled the token; one that it did not sample counts in no loss and no length",
+        ),
         _field(
             "logprobs",
             pa.list_(pa.float32()),
-            "engine's log-probability of each sampled token under the distribution it was sampled from",
+            "engine's log-probability of each token under the distribution it was sampled from; 0 where not sampled",
             "nat",
         ),
-        _field("finish_reason", pa.string(), "stop, length or abort"),
-        _field("weight_version", pa.int32(), "iteration whose weights the engine held"),
+        _field(
+            "weight_version",
+            pa.list_(pa.int32()),
+            "iteration whose weights sampled the token; -1 where not sampled or not known",
+        ),
+        _field("turns", pa.list_(TURN), "turns of the response; a plain answer is one of the assistant"),
         _field("seed", pa.int64(), "seed of this sample"),
         _field("temperature", pa.float32(), "sampling temperature"),
         _field("top_p", pa.float32(), "nucleus mass"),
+        _field("top_k", pa.int32(), "likeliest tokens that could be drawn; 0 for all"),
+        _field("min_p", pa.float32(), "least probability of a drawn token, relative to the likeliest; 0 for any"),
         _field("max_tokens", pa.int32(), "limit on response tokens", "token"),
     ],
     metadata={"table": "rollout", "version": str(SCHEMA_VERSION)},

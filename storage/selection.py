@@ -15,13 +15,18 @@ from storage.parts import PartWriter, read_part, read_parts, read_table
 from storage.records import parse
 from storage.revisions import Revisions
 from storage.schema import PROMPTS, REWARD, ROLLOUT, SELECTION
+from storage.turns import finish_reasons, weight_versions
 
 SOURCES = "sources.json"  # name of the part that lists the sources of a selection
 
 SHARE = "share"  # fact of a training: which of the selection's tables, counted from 0, it was on
 
 _SCORES = ("reward", "status", "reason", "components")
-OFFERED = pa.schema([field for field in SELECTION if field.name not in ("source", "group")])
+_DERIVED = pa.schema(
+    [("finish_reason", pa.string()), ("oldest_version", pa.int32()), ("newest_version", pa.int32())]
+)  # from the turns, and from the versions of sampled tokens
+_OWN = ("source", "group", "weight_version", "sampled")
+OFFERED = pa.schema([*(field for field in SELECTION if field.name not in _OWN), *_DERIVED])
 """Columns of a sample that a filter may name."""
 
 
@@ -91,8 +96,9 @@ def scores_of(root: Root, workflow: Workflow, rollout: Manifest, seen: Revisions
 
 
 def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[pa.Table]:
-    """The samples of a rollout with their scores, in the schema OFFERED, a stored part at a time. Raises StorageError
-    if a part is damaged, missing or of another version, or the scores have a sample twice."""
+    """The samples of a rollout with their scores, a stored part at a time: the columns of SELECTION but `source` and
+    `group`, and those of OFFERED. Raises StorageError if a part is damaged, missing or of another version, or the
+    scores have a sample twice."""
     scores = REWARD.empty_table() if reward is None else read_table(root, reward, REWARD)
     keys = sample_keys(scores)
     if len(keys) != len(pc.unique(keys)):  # pyright: ignore[reportAttributeAccessIssue] - made at import
@@ -106,7 +112,14 @@ def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[
             rows = pc.index_in(sample_keys(samples), value_set=keys)  # pyright: ignore[reportAttributeAccessIssue]
             revision = pa.repeat(pa.scalar(rollout.revision, pa.int32()), samples.num_rows)
             columns = {"revision": revision, **{name: scores[name].take(rows) for name in _SCORES}}
-            yield pa.table([*samples.columns, *(columns[name] for name in OFFERED.names[len(ROLLOUT) :])], OFFERED)
+            derived = (finish_reasons(samples["turns"]), *weight_versions(samples))
+            yield pa.table(
+                {
+                    **dict(zip(samples.column_names, samples.columns, strict=True)),
+                    **columns,
+                    **dict(zip(_DERIVED.names, derived, strict=True)),
+                }
+            )
 
 
 def sample_keys(table: pa.Table) -> pa.Array:

@@ -162,10 +162,11 @@ def of_sample_lineage(found: SampleLineage) -> list[str]:
     score = found.reward_status or "not scored yet"
     if found.reward is not None:
         score = f"{found.reward:g}"
+    versions = ", ".join(map(str, found.weight_versions))
     return [
         f"sample {found.sample_id} of prompt {found.prompt_id!r} of iteration {found.iteration} of run {found.run}",
         f"prompt              {found.prompt!r}",
-        f"sampled by          weight version {found.weight_version}, weight-sync {found.weights or 'unknown'}",
+        f"sampled by          weight version {versions}, weight-sync {found.weights or 'unknown'}",
         f"seed                {found.seed}",
         f"response            {found.response_tokens} tokens, ended by {found.finish_reason}",
         f"reward              {score}",

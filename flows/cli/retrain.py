@@ -21,7 +21,7 @@ Select = Annotated[
     tuple[str, ...],
     Parameter(help="Whose samples, as [ROOT//]RUN[@FROM-TO]; may be repeated.", negative=(), show_default=False),
 ]
-Where = Annotated[str | None, Parameter(help="Condition over columns, as in 'reward > 0 and weight_version >= 12'.")]
+Where = Annotated[str | None, Parameter(help="Condition over columns, as in 'reward > 0 and oldest_version >= 12'.")]
 Age = Annotated[
     str | None, Parameter(help="Only samples of the last 90m, 24h, 7d or 2w, counted from when the run begins.")
 ]
@@ -92,7 +92,7 @@ def import_command(
     """Store samples made elsewhere, each file as an iteration, so that `ratchet retrain` can select them.
 
     A sample has prompt_tokens, response_tokens and logprobs (lists), and may have reward, prompt_id, sample_id,
-    finish_reason, weight_version, seed, temperature and top_p.
+    finish_reason, weight_version, sampled, turns, seed, temperature and top_p.
     """
     if not files:
         raise InputError("name at least one .jsonl, .json or .parquet file to import")

@@ -65,7 +65,7 @@ def retrain(
         start: The state to begin with, as RUN@ITERATION; RUN alone is the newest that it has kept. Of another root as
             ROOT//RUN@ITERATION.
         select: Whose samples, each as RUN or RUN@FROM-TO, of another root as ROOT//RUN@FROM-TO.
-        where: Condition over columns of samples and scores, such as reward > 0 and weight_version >= 12.
+        where: Condition over columns of samples and scores, such as reward > 0 and oldest_version >= 12.
         newer_than: Only samples of the last 90m, 24h, 7d or 2w before the scheduled start. It is replaced by `since`
             when the flow run begins, so that a Retry selects the same.
         since: Only samples that were made at this time or later, such as 2026-11-22T03:00:00+00:00.

@@ -93,7 +93,7 @@ def example_table(found: Samples) -> list[dict[str, str | float | int | None]]:
             "status": one.status,
             "advantage": one.advantage,
             "finish reason": one.finish_reason,
-            "weight version": one.weight_version,
+            "weight version": one.versions,
         }
         for one in found.samples
     ]

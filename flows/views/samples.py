@@ -13,6 +13,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import Manifest, find, load, need
 from storage.revisions import read_revisions
+from storage.turns import ended_by, sampled_by
 from storage.upkeep.archive import SAMPLES, Texts, scored, without_texts
 from storage.upkeep.catalog import names, names_of, require_run
 from tasks.config.stored import stored_config
@@ -49,12 +50,17 @@ class Sample(BaseModel, frozen=True, extra="forbid"):
     """Error of scoring, in words."""
     advantage: float | None
     """Its reward relative to its group, as the trainer computes it; None if it is not scored yet."""
-    finish_reason: str
-    """stop, length or abort."""
+    finish_reason: str | None
+    """stop, length or abort; None if no turn was sampled."""
     tokens: int
     """Tokens of the response."""
-    weight_version: int
-    """Iteration whose weights sampled it."""
+    weight_versions: tuple[int, ...]
+    """Iterations whose weights sampled it, oldest first."""
+
+    @property
+    def versions(self) -> str:
+        """Its weight versions, in words."""
+        return ", ".join(map(str, self.weight_versions))
 
 
 class Samples(BaseModel, frozen=True, extra="forbid"):
@@ -190,9 +196,9 @@ def _sample(row: dict, advantage: float | None) -> Sample:
         status=row["status"],
         detail=row["detail"] or None,
         advantage=advantage,
-        finish_reason=row["finish_reason"],
+        finish_reason=ended_by(row),
         tokens=len(row["response_tokens"]),
-        weight_version=row["weight_version"],
+        weight_versions=sampled_by(row),
     )
 
 
@@ -226,7 +232,7 @@ def _head(one: Sample) -> str:
         parts = ", ".join(f"{name} {_number(value)}" for name, value in (one.components or {}).items())
         score = f"reward {_number(one.reward)}{f' ({parts})' if parts else ''}"
     advantage = "" if one.advantage is None else f" | advantage {one.advantage:+.3f}"
-    sampled = f"{one.finish_reason}, {one.tokens} tokens | weights {one.weight_version}"
+    sampled = f"{one.finish_reason}, {one.tokens} tokens | weights {one.versions}"
     return f"{one.prompt_id}/{one.sample_id} | {score}{advantage} | {sampled}"
 
 

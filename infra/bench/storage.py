@@ -30,6 +30,7 @@ from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.reader import flat, read_stored_table
 from storage.schema import ROLLOUT
+from storage.turns import one_turn
 from storage.upkeep.archive import SAMPLES, write_tables
 from storage.upkeep.catalog import contents
 from tasks.stages.names import Stage
@@ -59,11 +60,16 @@ def rollout_table(samples: int, seed: int = 0) -> pa.Table:
         "prompt_tokens": pa.ListArray.from_arrays(pa.array(prompt_offsets), pa.array(prompt_tokens)),
         "response_tokens": list_array(offsets, (random.zipf(1.3, total) % VOCABULARY).astype(np.int32)),
         "logprobs": list_array(offsets, logprobs.astype(np.float32)),
-        "finish_reason": ["stop"] * samples,
-        "weight_version": np.zeros(samples, np.int32),
+        "position": np.arange(samples) // GROUP,
+        "again": np.zeros(samples, np.int32),
+        "sampled": list_array(offsets, np.ones(total, np.bool_)),
+        "weight_version": list_array(offsets, np.zeros(total, np.int32)),
+        "turns": one_turn(lengths, pa.repeat("stop", samples)),
         "seed": random.integers(0, 1 << 62, samples),
         "temperature": np.ones(samples, np.float32),
         "top_p": np.ones(samples, np.float32),
+        "top_k": np.zeros(samples, np.int32),
+        "min_p": np.zeros(samples, np.float32),
         "max_tokens": np.full(samples, 2048, np.int32),
     }
     return pa.Table.from_arrays([pa.array(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)

@@ -111,7 +111,11 @@ def write_tables(path: Path, tables: Iterator[pa.Table]) -> int:
 def _leaves(field: pa.Field) -> list[str]:
     if pa.types.is_map(field.type):
         return [f"{field.name}.key_value.{side}" for side in ("key", "value")]
-    return [f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name]
+    if not pa.types.is_list(field.type):
+        return [field.name]
+    inner = field.type.value_type
+    names = [f".{one.name}" for one in inner] if pa.types.is_struct(inner) else [""]
+    return [f"{field.name}.list.element{name}" for name in names]
 
 
 def scored(root: Root, rollout: Manifest, reward: Manifest | None, texts: Texts = without_texts) -> pa.Table:

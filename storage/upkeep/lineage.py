@@ -16,6 +16,7 @@ from storage.parts import read_parts
 from storage.reader import read_stored_table
 from storage.schema import PROMPTS, SELECTION
 from storage.selection import SHARE, Source, read_sources
+from storage.turns import ended_by, sampled_by
 from storage.upkeep.catalog import contents, names_of, require_run, runs, survey
 
 
@@ -58,10 +59,10 @@ class SampleLineage(BaseModel, frozen=True, extra="forbid"):
     sample_id: int
     prompt: str | None  # text of the prompt
     response_tokens: int  # number of sampled tokens
-    finish_reason: str
+    finish_reason: str | None  # of its last turn that has one
     seed: int
-    weight_version: int  # version that sampled it
-    weights: str | None  # identity of the weight-sync that served this version
+    weight_versions: tuple[int, ...]  # versions that sampled it, oldest first
+    weights: str | None  # identity of the weight-sync that served the newest of them
     rollout: str  # identity of the rollout that it is a row of
     reward: float | None  # its score, if it has one
     reward_status: str | None  # ok, error or timeout; None if it was not scored yet
@@ -116,18 +117,18 @@ def of_sample(
         raise InputError(f"iteration {iteration} of run {run!r} has no sample {sample_id} of prompt {prompt_id!r}")
     reward = _stage(newest, iteration, workflow.scores)
     score = _one_row(read_stored_table(root, reward), prompt_id, sample_id) if reward else None
-    version = sample["weight_version"]
-    sync = _stage(newest, version, workflow.ends_iteration)
+    versions = sampled_by(sample)
+    sync = _stage(newest, versions[-1], workflow.ends_iteration) if versions else None
     return SampleLineage(
         run=run,
         iteration=iteration,
         prompt_id=prompt_id,
         sample_id=sample_id,
         prompt=_prompt_text(root, _stage(newest, 0, workflow.prepares), prompt_id),
-        response_tokens=len(sample["response_tokens"]),
-        finish_reason=sample["finish_reason"],
+        response_tokens=sum(sample["sampled"]),
+        finish_reason=ended_by(sample),
         seed=sample["seed"],
-        weight_version=version,
+        weight_versions=versions,
         weights=sync.digest if sync else None,
         rollout=rollout.digest,
         reward=score["reward"] if score else None,

@@ -74,7 +74,7 @@ class RetrainSection(Section):
     select: tuple[Annotated[str, AfterValidator(lambda text: _usable(text, place_of))], ...] = Field(min_length=1)
     """Runs whose samples are taken, each as [ROOT//]RUN[@FROM-TO]; without a root it is the run's own root."""
     where: str = ""
-    """Condition over the columns of samples and scores, as in reward > 0 and weight_version >= 12; empty takes all."""
+    """Condition over the columns of samples and scores, as in reward > 0 and oldest_version >= 12; empty takes all."""
     since: Annotated[datetime, AfterValidator(lambda time: _in_utc(time))] | None = None
     """Only samples that were committed at this time or later (UTC)."""
     revisions: Literal["head", "all"] = "head"

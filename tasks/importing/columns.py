@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.ownership.scratch import scratch
+from storage.schema import TURN
 from tasks.data.files import check_different, fetched, form_of, objects, opened_parquet, path_of, reading
 from tasks.data.values import shown, text_of
 
@@ -99,6 +100,7 @@ class Kind:
     """True for a type that a column of Parquet, or the elements of its lists, may have."""
     listed: bool = False
     optional: bool = False  # a value may be null
+    alone: bool = False  # a value without a list is one for all tokens: it becomes a list of one
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -117,6 +119,10 @@ _SCORE = Kind(
 )
 _NAME = Kind("a text or an integer", _TEXT, _NAMED, lambda t: _is_text(t) or pa.types.is_integer(t))
 _INTEGER = Kind("an integer", _INT, frozenset([int]), pa.types.is_integer)
+_VERSIONS = Kind(
+    "an integer or a list of integers", pa.list_(_INT), frozenset([int]), pa.types.is_integer, listed=True, alone=True
+)
+_TRUTHS = Kind("a list of truth values", pa.list_(pa.bool_()), frozenset([bool]), pa.types.is_boolean, listed=True)
 _NUMBER = Kind("a number", _FLOAT, frozenset([int, float]), _is_number)
 
 KINDS = {
@@ -127,7 +133,9 @@ KINDS = {
     "prompt_id": _NAME,
     "sample_id": _INTEGER,
     "finish_reason": Kind("a text", _TEXT, frozenset([str]), _is_text),
-    "weight_version": _INTEGER,
+    "weight_version": _VERSIONS,
+    "sampled": _TRUTHS,
+    "turns": Kind("a list of turns", pa.list_(TURN), frozenset([dict]), pa.types.is_struct, listed=True),
     "seed": _INTEGER,
     "temperature": _NUMBER,
     "top_p": _NUMBER,
@@ -176,6 +184,8 @@ class Column:
             values = [None if value is None else text_of(value) for value in values]
         elif kind.wide == _FLOAT:  # Arrow takes no mixture with truth values
             values = [int(value) if isinstance(value, bool) else value for value in values]
+        elif kind.alone:
+            values = [value if value is None or isinstance(value, list) else [value] for value in values]
         return self._stored(values, lambda some: pa.array(some, kind.wide))
 
     def _of_column(self, found: pa.Array) -> pa.Array:
@@ -183,6 +193,8 @@ class Column:
         column = found.dictionary_decode() if isinstance(found, pa.DictionaryArray) else found
         if not _takes(column.type, kind):
             raise self.error(0, f"is of the type {column.type}, but {kind.words} is expected")
+        if kind.alone and kind.columns(column.type):
+            column = pa.FixedSizeListArray.from_arrays(column, 1)
         return self._stored(column, lambda some: _validated(some.cast(kind.wide)))
 
     def _stored[T: Sequence[Any] | pa.Array](self, values: T, make: Callable[[T], pa.Array]) -> pa.Array:
@@ -209,7 +221,7 @@ def lengths_of(lists: pa.Array) -> NDArray[np.int64]:
 
 
 def _fits(value: object, kind: Kind) -> bool:
-    if kind.listed:
+    if kind.listed and not (kind.alone and type(value) in kind.values):
         return isinstance(value, list) and set(map(type, value)) <= kind.values
     return type(value) in kind.values
 
@@ -217,7 +229,7 @@ def _fits(value: object, kind: Kind) -> bool:
 def _takes(found: pa.DataType, kind: Kind) -> bool:
     if pa.types.is_null(found):
         return True
-    if not kind.listed:
+    if not kind.listed or (kind.alone and kind.columns(found)):
         return kind.columns(found)
     listed = pa.types.is_list(found) or pa.types.is_large_list(found) or pa.types.is_fixed_size_list(found)
     return listed and (pa.types.is_null(found.value_type) or kind.columns(found.value_type))

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError
 from storage.schema import REWARD
+from storage.turns import UNKNOWN, of_each_token, one_turn
 from tasks.importing.columns import KINDS, Column, FileRows, any_of, lengths_of
-
-UNKNOWN = -1  # weight version and seed of a sample without them
 
 _INT32 = 2**31 - 1
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32
@@ -93,6 +92,37 @@ class SampleRows:
         column.refuse(any_of(lists, ~((flat <= 0) & (flat >= -_LARGEST))), "holds one above 0 or not finite")
         return lists.cast(pa.list_(pa.float32()))
 
+    def sampled(self, responses: pa.ListArray) -> pa.ListArray:
+        """Whether the policy sampled each token of the responses; all of them by default."""
+        column = self._column("sampled")
+        if column is None:
+            return of_each_token(responses, pa.scalar(True))
+        lists = column.array()
+        column.refuse(lengths_of(lists) != lengths_of(responses), "has another length than response_tokens")
+        return lists
+
+    def versions(self, responses: pa.ListArray) -> pa.ListArray:
+        """Weight version of each token of the responses."""
+        column = self._column("weight_version")
+        if column is None:
+            return of_each_token(responses, pa.scalar(UNKNOWN, pa.int32()))
+        lists, lengths = column.array(), lengths_of(responses)
+        given, values = lengths_of(lists), _flat(lists)
+        column.refuse((given != 1) & (given != lengths), "has another length than response_tokens")
+        column.refuse(any_of(lists, (values < UNKNOWN) | (values > _INT32)), f"holds none from {UNKNOWN} to {_INT32}")
+        each = values.astype(np.int32).repeat(np.where(given == 1, lengths, 1).repeat(given))
+        return pa.ListArray.from_arrays(pa.array(np.append(0, np.cumsum(lengths)), pa.int32()), pa.array(each))
+
+    def turns(self, responses: pa.ListArray) -> pa.ListArray:
+        """Turns of the responses; one of the assistant by default, with the finish reason of the sample."""
+        column = self._column("turns")
+        if column is None:
+            return one_turn(lengths_of(responses), self._reasons())
+        lists = column.array()
+        column.refuse(any_of(lists, _incomplete(lists.flatten())), "holds a turn without role, begin or end")
+        column.refuse(_with_gaps(lists, lengths_of(responses)), "does not cover response_tokens, turn after turn")
+        return lists
+
     def prompts(self) -> tuple[list[str], list[int], pa.ListArray]:
         """Ids of the prompts, by default equal for equal tokens; a digest of their tokens, and the tokens."""
         tokens = self.tokens("prompt_tokens")
@@ -117,16 +147,17 @@ class SampleRows:
     def constants(self, run: str, iteration: int) -> dict[str, pa.Array]:
         """Columns that a row need not have."""
         rows = self.batch.rows
-        version = self._numbers("weight_version", pa.int32(), lambda one: (one >= UNKNOWN) & (one <= _INT32))
         seed = self._numbers("seed", pa.int64(), lambda one: one >= UNKNOWN)
         top_p = self._numbers("top_p", pa.float32(), lambda one: (one.astype(np.float32) > 0) & (one <= 1))
         return {
             "run": pa.repeat(run, rows),
             "iteration": pa.repeat(pa.scalar(iteration, pa.int32()), rows),
-            "finish_reason": self._reasons(),
-            "weight_version": pa.repeat(pa.scalar(UNKNOWN, pa.int32()), rows) if version is None else version,
+            "position": pa.repeat(pa.scalar(UNKNOWN, pa.int64()), rows),
+            "again": pa.repeat(pa.scalar(0, pa.int32()), rows),
             "seed": pa.repeat(pa.scalar(UNKNOWN, pa.int64()), rows) if seed is None else seed,
             "temperature": self._temperature(),
+            "top_k": pa.repeat(pa.scalar(0, pa.int32()), rows),
+            "min_p": pa.repeat(pa.scalar(0.0, pa.float32()), rows),
             "top_p": pa.repeat(pa.scalar(1.0, pa.float32()), rows) if top_p is None else top_p,
         }
 
@@ -197,6 +228,23 @@ def check_temperature(temperature: float | None) -> None:
 
 def _flat(lists: pa.ListArray) -> NDArray[Any]:
     return lists.flatten().to_numpy(zero_copy_only=False)
+
+
+def _incomplete(turns: pa.StructArray) -> NDArray[np.bool_]:
+    """True for each turn that lacks what a turn must have, (turns,)."""
+    lacking = [turns.field(name).is_null().to_numpy(zero_copy_only=False) for name in ("role", "begin", "end")]
+    return np.logical_or.reduce(lacking)
+
+
+def _with_gaps(lists: pa.ListArray, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """True for each sample whose turns do not follow one another from token 0 to its last, (N,)."""
+    begins, ends = (lists.flatten().field(name).to_numpy(zero_copy_only=False) for name in ("begin", "end"))
+    given = lengths_of(lists)
+    last = np.cumsum(given) - 1
+    before = np.append(0, ends)[:-1]  # where each should begin
+    before[np.cumsum(given)[:-1][given[1:] > 0]] = 0
+    wrong = any_of(lists, (begins != before) | (ends < begins)) | (given == 0)
+    return wrong | (np.append(ends, 0)[last] != lengths)
 
 
 def _digests(tokens: pa.ListArray) -> Iterator[int]:

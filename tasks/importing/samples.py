@@ -22,10 +22,11 @@ from storage.manifest import Fence, Manifest, Part, commit
 from storage.ownership.lease import hold
 from storage.parts import PartWriter
 from storage.schema import REWARD, ROLLOUT, fingerprint
+from storage.turns import UNKNOWN
 from storage.upkeep.catalog import check_not_removed, names
 from tasks.config.code_version import code_version
 from tasks.importing.columns import KINDS, Local, local_files
-from tasks.importing.rows import UNKNOWN, ImportOrder, SampleRows, check_temperature
+from tasks.importing.rows import ImportOrder, SampleRows, check_temperature
 from tasks.stages.names import Stage
 
 
@@ -147,6 +148,9 @@ class _Samples:
             "prompt_tokens": prompts,
             "response_tokens": responses,
             "logprobs": rows.logprobs(responses),
+            "sampled": rows.sampled(responses),
+            "weight_version": rows.versions(responses),
+            "turns": rows.turns(responses),
             "max_tokens": pc.list_value_length(responses).cast(pa.int32()),  # pyright: ignore[reportAttributeAccessIssue]
         }
         samples = pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT)

@@ -19,6 +19,7 @@ from storage.errors import InputError
 from storage.manifest import Manifest, Part, commit, find
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
+from storage.reader import flat
 from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
@@ -33,7 +34,7 @@ from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.context import Portion, RunContext
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.rollout import response_tokens, sample_seed
+from tasks.stages.rollout import sample_seed
 from tasks.stages.scored import responses_of, scored_by, unchanged, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import Attempt, StageOutput
@@ -179,7 +180,7 @@ class _Asked:
         table = self._scored(self._generated(engine, rows, start), rows)
         part = self.writer.write_table(f"answers-{name}.arrow", table, EVALUATION_SAMPLES)
         done, of = ((1 + self.settings.samples) * count for count in (start + rows.num_rows, self.table.num_rows))
-        tokens, seconds = response_tokens(table), time.perf_counter() - self.clock
+        tokens, seconds = int(flat(table["response_tokens"])[1][-1]), time.perf_counter() - self.clock
         portion = Portion(self.writer.iteration, Stage.EVALUATE, done, of, "answers", tokens, seconds)
         self.context.page.advanced(portion)
         return keep_piece(self.writer, name, part)

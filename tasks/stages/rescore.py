@@ -13,6 +13,7 @@ from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import REWARD, SELECTION, fingerprint
 from storage.selection import Source, read_prompts, read_sources
+from storage.turns import with_finish_reasons
 from storage.unfinished import find_piece, keep_piece
 from tasks.config.evaluation import SOURCE
 from tasks.config.identity import settings_digest
@@ -27,7 +28,7 @@ from tasks.stages.views import Prepared, Rescored, Selected
 
 Records = Mapping[str, Mapping[str, Any]]
 
-_NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason", "iteration", "source"]
+_NEEDED = ["prompt_id", "sample_id", "response_tokens", "turns", "iteration", "source"]
 _STAMP = 16  # characters of a digest
 _TOGETHER = 8192  # samples that are scored by the same processes, and are in memory
 
@@ -69,7 +70,8 @@ class _Scoring:
         for block in _blocks(shares):
             if None not in [found[number] for number in block]:
                 continue
-            tables = [read_parts(self.work.root, [shares[number]], SELECTION, _NEEDED) for number in block]
+            read = (read_parts(self.work.root, [shares[number]], SELECTION, _NEEDED) for number in block)
+            tables = [with_finish_reasons(table) for table in read]
             results = self._scores(tables, f"rescore of share {block[0]}")
             for number, result in zip(block, results, strict=True):
                 part = writer.write_table(f"rewards-{number:06d}.arrow", result, REWARD)

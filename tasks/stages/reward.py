@@ -7,6 +7,7 @@ from pydantic import JsonValue
 
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
+from storage.turns import with_finish_reasons
 from tasks.config.evaluation import SCORED_BY, SOURCE
 from tasks.rewards.scoring import equal_groups, score_responses
 from tasks.stages.names import Stage
@@ -15,14 +16,14 @@ from tasks.stages.scored import REPLACED, accepted, metrics, responses_of, score
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rewards, Rollouts
 
-_NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
+_NEEDED = ["prompt_id", "sample_id", "response_tokens", "turns"]
 
 
 @stage(Stage.REWARD, ("prepare", "rollout"), Rewards)
 def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     """Score the responses of one rollout stage."""
     section = work.config.reward
-    table = read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED)
+    table = with_finish_reasons(read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED))
     records = records_of(prompts(work.context, prepared, "train"))
     responses = responses_of(table, text_codec(work.context, prepared), records, work.iteration)
     scored = score_responses(section, responses)

@@ -19,6 +19,7 @@ from storage.errors import StageFailed
 from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
+from storage.turns import finish_reasons, of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, keep_piece
 from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Sampling, token_rows
@@ -31,7 +32,7 @@ from tasks.stages.views import Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, sample
 
-_SAMPLED = ["response_tokens", "logprobs", "finish_reason"]
+_SAMPLED = ["response_tokens", "logprobs", "turns"]
 
 
 @stage(Stage.ROLLOUT, ("prepare", "weights"), Rollouts)
@@ -94,6 +95,11 @@ class Groups:
     position: int
     """Prompts drawn since the run began, before the first of these."""
 
+    @property
+    def positions(self) -> range:
+        """Place of each prompt in the drawing."""
+        return range(self.position, self.position + self.prompts.num_rows)
+
     def sample_ids(self, samples: int) -> NDArray[np.int64]:
         """Numbers of the samples within their prompt groups, (groups * samples,)."""
         return (self.repeats[:, None] * samples + np.arange(samples)).reshape(-1)
@@ -131,7 +137,7 @@ class _Tally:
     def count(self, piece: Piece) -> Piece:
         with self._lock:
             self._done += piece.table.num_rows
-            self._tokens += 0 if piece.kept else response_tokens(piece.table)
+            self._tokens += 0 if piece.kept else int(sampled_lengths(piece.table["sampled"]).sum())
             self._work.context.page.advanced(
                 Portion(
                     self._work.iteration, Stage.ROLLOUT, self._done, self._wanted, "samples",
@@ -139,11 +145,6 @@ class _Tally:
                 )
             )  # fmt: skip
         return piece
-
-
-def response_tokens(table: pa.Table) -> int:
-    """Tokens of all responses of a table."""
-    return int(table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False).sum())
 
 
 @dataclass(frozen=True)
@@ -212,18 +213,23 @@ class _Sampler:
 
     def _seeds(self, groups: Groups) -> list[int]:
         config, again = self.work.config, _reseeded(self.work)
-        places = range(groups.position, groups.position + groups.prompts.num_rows)
         samples = range(config.rollout.samples)
-        return [sample_seed(config.run.seed, place, one, again) for place in places for one in samples]
+        return [sample_seed(config.run.seed, place, one, again) for place in groups.positions for one in samples]
 
     def _table(self, groups: Groups, completions: pa.RecordBatch) -> pa.Table:
         repeated, seeds = self._repeated(groups), self._seeds(groups)
+        responses = completions.column("response_tokens")
         columns = {
             "prompt_id": repeated["prompt_id"],
             "prompt_tokens": repeated["prompt_tokens"],
             "sample_id": pa.array(groups.sample_ids(self.work.config.rollout.samples)),
             "seed": pa.array(seeds, pa.int64()),
-            **{name: completions.column(name) for name in _SAMPLED},
+            "position": pa.array(np.repeat(groups.positions, self.work.config.rollout.samples)),
+            "response_tokens": responses,
+            "sampled": of_each_token(responses, pa.scalar(True)),
+            "logprobs": completions.column("logprobs"),
+            "weight_version": of_each_token(responses, pa.scalar(self.served.weight_version, pa.int32())),
+            "turns": one_turn(responses.value_lengths().to_numpy(), completions.column("finish_reason")),
             **self._constants(len(seeds)),
         }
         return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
@@ -232,7 +238,9 @@ class _Sampler:
         values = {
             "run": self.work.writer.run,
             "iteration": self.work.iteration,
-            "weight_version": self.served.weight_version,
+            "again": 0,
+            "top_k": 0,
+            "min_p": 0.0,
             "temperature": self.how.temperature,
             "top_p": self.how.top_p,
             "max_tokens": self.how.max_tokens,
@@ -264,8 +272,8 @@ def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedA
 
 def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
     """Metrics of a rollout table; `seconds` is None if not all of it was sampled in that time."""
-    lengths = table["response_tokens"].combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-    truncated = (table["finish_reason"].to_numpy() == "length").mean()
+    lengths = sampled_lengths(table["sampled"])
+    truncated = (finish_reasons(table["turns"]).to_numpy(zero_copy_only=False) == "length").mean()
     return {
         "tokens": float(lengths.sum()),
         **({} if seconds is None else {"tokens_per_second": float(lengths.sum()) / seconds}),

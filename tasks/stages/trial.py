@@ -13,6 +13,7 @@ from storage.manifest import find, need
 from storage.parts import read_parts, read_table
 from storage.revisions import Revisions, read_revisions
 from storage.schema import PROMPTS, REWARD, ROLLOUT
+from storage.turns import with_finish_reasons
 from tasks.config.reward import RewardSection
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
@@ -22,7 +23,7 @@ from tasks.stages.prepared import records_of, stored_codec
 from tasks.stages.scored import metrics, responses_of, too_many
 from tasks.stages.views import Prepared
 
-_NEEDED = ["prompt_id", "sample_id", "response_tokens", "finish_reason"]
+_NEEDED = ["prompt_id", "sample_id", "response_tokens", "turns"]
 _EXAMPLES = 5
 
 
@@ -85,7 +86,7 @@ def _stored_responses(root: Root, run: str, iteration: int, seen: Revisions) -> 
     if (rollout := find(root, run, iteration, Stage.ROLLOUT, seen)) is None:
         raise InputError(f"run {run!r} has no samples of iteration {iteration}: `ratchet show {run}` lists what it has")
     prepared = need(root, run, 0, Stage.PREPARE, seen)
-    table = read_table(root, rollout, ROLLOUT, _NEEDED)
+    table = with_finish_reasons(read_table(root, rollout, ROLLOUT, _NEEDED))
     records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
     return responses_of(table, stored_codec(root, Prepared(prepared)), records, iteration)
 

@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from storage.manifest import Manifest, Part
 from storage.schema import REWARD, ROLLOUT
+from storage.turns import of_each_token, one_turn
 from tasks.stages.names import Stage
 
 TIME = datetime(2026, 1, 1, tzinfo=UTC)
@@ -35,12 +36,19 @@ def rollout_table(groups: int = 4, samples: int = 3, seed: int = 0, iteration: i
         "prompt_tokens": list_column(np.full(rows, 5), np.int32, random),
         "response_tokens": list_column(lengths, np.int32, random),
         "logprobs": list_column(lengths, np.float32, random),
-        "finish_reason": pa.array(["stop"] * rows),
-        "weight_version": pa.array([version] * rows, pa.int32()),
+        "position": pa.array([row // samples for row in range(rows)]),
+        "again": pa.array([0] * rows, pa.int32()),
+        "turns": one_turn(lengths, pa.repeat("stop", rows)),
         "seed": pa.array(range(rows), pa.int64()),
         "temperature": pa.array([1.0] * rows, pa.float32()),
         "top_p": pa.array([1.0] * rows, pa.float32()),
+        "top_k": pa.array([0] * rows, pa.int32()),
+        "min_p": pa.array([0.0] * rows, pa.float32()),
         "max_tokens": pa.array([9] * rows, pa.int32()),
+    }
+    columns |= {
+        "sampled": of_each_token(columns["response_tokens"], pa.scalar(True)),
+        "weight_version": of_each_token(columns["response_tokens"], pa.scalar(version, pa.int32())),
     }
     return pa.Table.from_arrays([columns[name] for name in ROLLOUT.names], schema=ROLLOUT)
 

@@ -16,7 +16,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import GROUPS, SAMPLES, make_run
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "storage.md"
-COLUMNS = ("prompt_tokens", "response_tokens", "logprobs", "prompt_id", "sample_id", "seed", "finish_reason")
+COLUMNS = ("prompt_tokens", "response_tokens", "logprobs", "prompt_id", "sample_id", "seed", "turns")
 
 
 @pytest.fixture

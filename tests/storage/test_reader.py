@@ -57,6 +57,12 @@ def test_rows_are_views_with_the_values_of_the_table(slices):
     assert (values.dtype, offsets.dtype) == (np.float32, np.int64)
 
 
+def test_truth_values_are_read_too():
+    column = pa.chunked_array([pa.array([[True, False], [], [True]]).slice(1)])
+    assert [view.tolist() for view in row_views(column)] == [[], [True]]
+    assert flat(column)[0].tolist() == [True]
+
+
 def test_an_empty_column_is_flat_too():
     values, offsets = flat(pa.chunked_array([], pa.list_(pa.int32())))
     assert (values.shape, values.dtype, offsets.tolist()) == ((0,), np.int32, [0])

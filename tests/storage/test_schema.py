@@ -75,10 +75,10 @@ def test_a_table_of_another_version_is_refused_with_the_numbers():
 # a change here is a new version of the table: raise SCHEMA_VERSION
 WRITTEN = {
     "prompts": "a02884e4905d974f800a159b062d05c6",
-    "rollout": "5209f473a1fd83035934f1f0deb9fe62",
+    "rollout": "7497e5d2fc93af4f4dfd3372fde8dd18",
     "reward": "0bcce8c91d7dc037cc40724e846c57cf",
     "evaluation": "98933e65129efaba25dbcc64a5b0d961",
-    "selection": "747d30edda725a3a110a0bd93809ace9",
+    "selection": "2b41b0303a3f0d010fb8df6f27068e07",
     "evaluation_samples": "85b2df9e3ce4ed6e1399f2b42d4be0c8",
 }
 

@@ -94,22 +94,32 @@ def random_sequences(seed=0, lengths=(5, 17, 2, 30, 12)):
     return [generator.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
 
 
-def random_samples(seed=0, groups=4, per_group=4):
-    """Samples of unequal lengths with random rewards; one of them is not usable."""
+def random_samples(seed=0, groups=4, per_group=4, turns=False):
+    """Samples of unequal lengths with random rewards; one of them is not usable. With `turns` some have tokens before
+    and between the tokens of the policy."""
     generator = np.random.default_rng(seed)
     count = groups * per_group
     prompts, responses = generator.integers(2, 8, count), generator.integers(1, 9, count)
     usable = np.ones(count, dtype=bool)
     usable[5] = False
+    gaps = np.random.default_rng(seed).choice([0, 0, 0, 1, 3], int(responses.sum())) if turns else np.array([0])
     return Samples(
-        tokens=generator.integers(0, VOCABULARY, int((prompts + responses).sum())).astype(np.int32),
+        tokens=generator.integers(0, VOCABULARY, int((prompts + responses).sum() + gaps.sum())).astype(np.int32),
         prompt_lengths=prompts,
         response_lengths=responses,
         engine_logprobs=-5 * generator.random(int(responses.sum())).astype(np.float32),
         rewards=generator.random(count).astype(np.float32),
         groups=np.repeat(np.arange(groups), per_group).astype(np.int32),
         usable=usable,
+        gaps=gaps if turns else None,
     )
+
+
+def places_of(samples, row):
+    """Places of the policy's tokens in a sequence."""
+    first = int(samples.response_lengths[:row].sum())
+    gaps = samples.gaps[first : first + samples.response_lengths[row]]
+    return samples.prompt_lengths[row] + np.cumsum(gaps + 1) - 1
 
 
 def random_examples(seed=0, count=24):

@@ -124,6 +124,8 @@ def _flattened(sequences: Sequences, rows: Indices) -> FlatBatch:
     positions, responses = sequences.positions[rows], sequences.response_lengths[rows]
     prompts = sequences.prompt_lengths[rows]
     first = _starts(sequences.lengths)[rows]  # of each sequence among all tokens
+    places = _ranges(_starts(sequences.response_lengths)[rows], responses)  # (R,) among all response tokens
+    skipped = _skipped(sequences.gaps, places, responses)
     return FlatBatch(
         rows=rows,
         lengths=positions,
@@ -131,10 +133,18 @@ def _flattened(sequences: Sequences, rows: Indices) -> FlatBatch:
         tokens=sequences.tokens[_ranges(first, positions)].astype(np.int64),
         positions=_ranges(np.zeros_like(positions), positions),
         filling=np.zeros(positions.sum(), dtype=np.bool_),
-        predicting=_ranges(_starts(positions) + prompts - 1, responses),
-        targets=sequences.tokens[_ranges(first + prompts, responses)].astype(np.int64),
-        responses=_ranges(_starts(sequences.response_lengths)[rows], responses),
+        predicting=_ranges(_starts(positions) + prompts - 1, responses) + skipped,
+        targets=sequences.tokens[_ranges(first + prompts, responses) + skipped].astype(np.int64),
+        responses=places,
     )
+
+
+def _skipped(gaps: Indices | None, places: Indices, responses: Indices) -> Indices:
+    """Tokens that do not count between the prompt and each response token, (R,)."""
+    if gaps is None:
+        return np.zeros_like(places)
+    total = np.append(0, np.cumsum(gaps[places]))
+    return total[1:] - np.repeat(total[_starts(responses)], responses)
 
 
 def _starts(lengths: Indices) -> Indices:

@@ -18,7 +18,7 @@ _SAMPLE_BITS = 32  # of a key; a sample's number is int32
 def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
     """Join the stored rollout and reward tables of an iteration, in the rollout's order. Raises StageFailed: a rollout
     row has no reward row. Raises StorageError: stored bytes do not match the manifests."""
-    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs"]
+    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
     keys, offered = _keys(table, scores)
@@ -30,7 +30,7 @@ def read_selected(root: Root, share: Part, scores: Part | None) -> Samples:
     """Samples of one share of a selection, and with the `scores` of a table with the same rows, if they were scored
     again. Raises StageFailed: the scores are not those of the share. Raises StorageError: stored bytes do not match the
     manifests."""
-    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "logprobs", "group", "reward"]
+    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs", "group", "reward"]
     table = read_parts(root, [share], SELECTION, columns)
     scored = table if scores is None else read_parts(root, [scores], REWARD, ["prompt_id", "sample_id", "reward"])
     names = ["prompt_id", "sample_id"]
@@ -44,21 +44,50 @@ def solved_examples(prompts: pa.Table) -> SupervisedExamples:
     """Rows of a prompt table that have an answer, in order."""
     solved = prompts.filter(prompts["answer_tokens"].is_valid())
     prompt_lengths, answer_lengths = _lengths(solved, "prompt_tokens"), _lengths(solved, "answer_tokens")
-    tokens = _interleave(solved, "answer_tokens", prompt_lengths, answer_lengths)
+    prompts, answers = _flat(solved, "prompt_tokens"), _flat(solved, "answer_tokens")
+    tokens = _interleave(prompts, answers, prompt_lengths, answer_lengths)
     return SupervisedExamples(tokens, prompt_lengths, answer_lengths)
 
 
 def _samples(table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.int64]) -> Samples:
-    prompt_lengths, response_lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
+    prompt_lengths, lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
+    tokens, sampled = _flat(table, "response_tokens"), _flat(table, "sampled").astype(np.bool_)
+    logprobs = _flat(table, "logprobs").astype(np.float32)
+    response_lengths, gaps = lengths, None
+    if not sampled.all():
+        response_lengths, gaps, kept = _counted(sampled, lengths)
+        lengths, tokens, logprobs = kept, tokens[_leading(lengths, kept)], logprobs[sampled]
     return Samples(
-        tokens=_interleave(table, "response_tokens", prompt_lengths, response_lengths),
+        tokens=_interleave(_flat(table, "prompt_tokens"), tokens, prompt_lengths, lengths),
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
-        engine_logprobs=_flat(table, "logprobs").astype(np.float32),
+        gaps=gaps,
+        engine_logprobs=logprobs,
         rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
         groups=np.unique(groups, return_inverse=True)[1].astype(np.int32),
         usable=np.isfinite(rewarded) & (response_lengths > 0),
     )
+
+
+def _counted(
+    sampled: NDArray[np.bool_], lengths: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The sampled tokens of responses with these lengths: their number, (N,); the tokens right before each that were
+    not sampled; and the length of each response up to its last sampled token, (N,)."""
+    starts = np.cumsum(lengths) - lengths
+    places = np.flatnonzero(sampled)
+    rows = np.repeat(np.arange(len(lengths)), lengths)[places]
+    counts = np.bincount(rows, minlength=len(lengths))
+    before = np.append(0, places[:-1] + 1)[: len(places)]  # place after the sampled token before
+    ends = starts.copy()
+    ends[rows] = places + 1  # the last one stays
+    return counts, places - np.maximum(before, starts[rows]), ends - starts
+
+
+def _leading(lengths: NDArray[np.int64], kept: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Mask of the first `kept` tokens of responses with these lengths, (sum of lengths,)."""
+    within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return within < np.repeat(kept, lengths)
 
 
 def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
@@ -95,11 +124,11 @@ def _lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
 
 
 def _interleave(
-    table: pa.Table, responses: str, prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
+    prompts: NDArray, responses: NDArray, prompt_lengths: NDArray[np.int64], response_lengths: NDArray[np.int64]
 ) -> NDArray[np.int32]:
     lengths = np.stack((prompt_lengths, response_lengths), axis=1).reshape(-1)  # (2 N,) prompt, response, ...
     is_response = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
     tokens = np.empty(len(is_response), dtype=np.int32)
-    tokens[~is_response] = _flat(table, "prompt_tokens")
-    tokens[is_response] = _flat(table, responses)
+    tokens[~is_response] = prompts
+    tokens[is_response] = responses
     return tokens

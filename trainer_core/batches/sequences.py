@@ -1,7 +1,7 @@
 """Token sequences in flat arrays, one after another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,10 @@ class Sequences:
 
     tokens: NDArray[np.int32]  # token ids of all sequences: prompt, response, prompt, response, ..
     prompt_lengths: NDArray[np.int64]  # (N,) tokens in each prompt
-    response_lengths: NDArray[np.int64]  # (N,) tokens in each response
+    response_lengths: NDArray[np.int64]  # (N,) tokens in each response that count: those that the policy sampled
+    gaps: NDArray[np.int64] | None = field(default=None, kw_only=True)
+    """(sum of response lengths,) tokens right before each token of a response that do not count, as those of tools
+    between two turns; None if there are none. They are inputs, and are never predicted."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -23,7 +26,8 @@ class Sequences:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """(N,) tokens in each sequence."""
-        return self.prompt_lengths + self.response_lengths
+        whole = self.prompt_lengths + self.response_lengths
+        return whole if self.gaps is None else whole + response_sums(self.gaps, self.response_lengths).astype(np.int64)
 
     @property
     def positions(self) -> NDArray[np.int64]:
@@ -52,7 +56,7 @@ class Samples(Sequences):
     """Sampled responses of one iteration, with the engine's log-probabilities and the rewards."""
 
     engine_logprobs: NDArray[np.float32]
-    """Log-probabilities of all response tokens, flat, in nats, under the distribution that sampled them."""
+    """Log-probabilities of all response tokens that count, flat, in nats, under the distribution that sampled them."""
     rewards: NDArray[np.float32]  # (N,) scores; arbitrary where `usable` is False
     groups: NDArray[np.int32]  # (N,) number of the prompt group
     usable: NDArray[np.bool_]  # (N,) True where there is a reward and at least one response token

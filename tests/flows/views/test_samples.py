@@ -42,7 +42,7 @@ def test_each_sample_has_the_texts_it_was_scored_by(root: Root):
         assert one.prompt == stored[one.prompt_id]["prompt"]
         assert one.response is not None
         assert one.reward == pytest.approx(characters(json.loads(stored[one.prompt_id]["record"]), one.response))
-        assert (one.status, one.weight_version) == ("ok", 0)
+        assert (one.status, one.weight_versions) == ("ok", (0,))
 
 
 def test_advantages_are_those_of_the_formula(root: Root):

@@ -43,7 +43,7 @@ def test_the_first_weights_learned_from_no_sample(root):
 def test_a_sample_knows_what_made_it_and_what_learned_from_it(any_root):
     manifests = make_run(any_root)
     lineage = of_sample(any_root, WORKFLOW, "run", 2, "p1", 2)
-    assert (lineage.weight_version, lineage.weights) == (1, manifests[1, Stage.WEIGHT_SYNC].digest)
+    assert (lineage.weight_versions, lineage.weights) == ((1,), manifests[1, Stage.WEIGHT_SYNC].digest)
     assert (lineage.prompt, lineage.reward, lineage.reward_status) == ("text of p1", 0.5, "ok")
     assert [step.digest for step in lineage.used_by] == [manifests[2, Stage.TRAIN].digest]
     assert lineage.rollout == manifests[2, Stage.ROLLOUT].digest

@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import itertools
 import json
 from typing import Any
 
@@ -14,17 +15,23 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import find, need
 from storage.reader import read_stored_table
+from storage.turns import ended_by, sampled_by
+from storage.upkeep.archive import compact
 from storage.upkeep.catalog import runs
 from storage.upkeep.verify import verify
 from tasks.config.retrain import RetrainSection
 from tasks.config.stored import stored_config
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.selecting import Selecting, rollouts
 
 ROW = {"input_ids": [3, 4], "response_tokens": [5, 6, 7], "logprobs": [-0.5, -1.0, 0.0], "reward": 0.5}
 COLUMNS = {"prompt_tokens": "input_ids"}
+TURNS = [
+    {"role": "tool", "begin": 0, "end": 2, "results": '["2"]', "seconds": 0.5},
+    {"role": "assistant", "begin": 2, "end": 3, "finish_reason": "stop"},
+]
 
 
 @pytest.fixture
@@ -42,8 +49,8 @@ def order(*files: str, **given) -> ImportOrder:
     return ImportOrder(files, **{"run": "ext", "columns": COLUMNS, "temperature": 1.0, **given})
 
 
-def samples(root: Root, iteration: int = 1) -> list[dict[str, Any]]:
-    return read_stored_table(root, need(root, "ext", iteration, Stage.ROLLOUT)).to_pylist()
+def samples(root: Root, iteration: int = 1, run: str = "ext") -> list[dict[str, Any]]:
+    return read_stored_table(root, need(root, run, iteration, Stage.ROLLOUT)).to_pylist()
 
 
 def test_rows_become_samples_of_a_run(root, tmp_path):
@@ -56,10 +63,11 @@ def test_rows_become_samples_of_a_run(root, tmp_path):
     assert [one["prompt_tokens"] for one in found] == [[3, 4], [3, 4], [9]]
     assert [one["sample_id"] for one in found] == [0, 1, 0]
     assert found[0]["prompt_id"] == found[1]["prompt_id"] != found[2]["prompt_id"]
-    assert [one["finish_reason"] for one in found] == ["stop", "stop", "length"]
-    assert {(one["run"], one["iteration"], one["temperature"], one["weight_version"]) for one in found} == {
+    assert [ended_by(one) for one in found] == ["stop", "stop", "length"]
+    assert {(one["run"], one["iteration"], one["temperature"], one["position"]) for one in found} == {
         ("ext", 1, 1.0, -1)
     }
+    assert all((one["weight_version"], one["sampled"]) == ([-1] * 3, [True] * 3) for one in found)
     rewards = read_stored_table(root, need(root, "ext", 1, Stage.REWARD)).to_pylist()
     assert [(one["reward"], one["status"]) for one in rewards] == [(0.5, "ok"), (None, "error"), (0.5, "ok")]
     assert verify(root, "ext").findings == ()
@@ -73,6 +81,24 @@ def test_each_file_is_an_iteration_and_parquet_gives_the_same(root, tmp_path):
     differing = {"iteration"}
     pairs = zip(samples(root, 1), samples(root, 2), strict=True)
     assert all({k for k in one if one[k] != other[k]} == differing for one, other in pairs)
+
+
+def test_turns_are_imported_from_either_form_and_from_an_archive(root, tmp_path):
+    row = {**ROW, "sampled": [False, False, True], "weight_version": [-1, -1, 4], "turns": TURNS}
+    other = {**ROW, "sampled": [True, True, True], "weight_version": 3, "turns": [{**TURNS[1], "begin": 0}]}
+    lists = {**other, "weight_version": [3, 3, 3]}
+    parquet = str(tmp_path / "b.parquet")
+    pq.write_table(pa.Table.from_pylist([row, lists]), parquet)
+    import_samples(root, order(jsonl(tmp_path, [row, other]), parquet))
+    import_samples(root, order(parquet, run="one"))
+    archive = compact(root, WORKFLOW, "one")
+    again = order(f"{root.url}/{archive.key}", run="again", columns={}, temperature=None)
+    import_samples(root, again)
+    found = [*samples(root, 1), *samples(root, 2), *samples(root, 1, "again")]
+    for turned, plain in itertools.batched(found, 2):
+        assert (turned["sampled"], turned["weight_version"]) == ([False, False, True], [-1, -1, 4])
+        assert [{name: one[name] for name in one if one[name] is not None} for one in turned["turns"]] == TURNS
+        assert (plain["weight_version"], ended_by(plain), sampled_by(plain)) == ([3, 3, 3], "stop", (3,))
 
 
 def test_imported_samples_can_be_selected(root, tmp_path):
@@ -166,7 +192,17 @@ def test_an_imported_run_says_that_it_has_no_configuration(root, tmp_path):
         ([ROW, {**ROW, "seed": 2**63}], {}, "sample 2: seed"),
         ([{**ROW, "seed": 2**63}], {}, "sample 1: seed cannot be stored"),
         ([{**ROW, "seed": -2}], {}, "seed is -2"),
-        ([{**ROW, "weight_version": 2**40}], {}, "weight_version is 1099511627776"),
+        ([{**ROW, "weight_version": 2**40}], {}, "weight_version holds none from -1 to"),
+        ([{**ROW, "weight_version": [1, 2]}], {}, "weight_version has another length than response_tokens"),
+        ([{**ROW, "sampled": [True]}], {}, "sampled has another length than response_tokens"),
+        ([{**ROW, "sampled": [1, 0, 1]}], {}, r"sampled is \[1, 0, 1\], but a list of truth values"),
+        ([{**ROW, "turns": []}], {}, "turns does not cover response_tokens"),
+        ([{**ROW, "turns": [{"role": "assistant", "begin": 0, "end": 2}]}], {}, "turns does not cover"),
+        ([{**ROW, "turns": [{**TURNS[0], "begin": 1}, TURNS[1]]}], {}, "turns does not cover"),
+        ([{**ROW, "turns": [TURNS[0], {**TURNS[1], "begin": 1}]}], {}, "turns does not cover"),
+        ([{**ROW, "turns": TURNS}, {**ROW, "turns": [TURNS[1]]}], {}, "sample 2: turns does not cover"),
+        ([{**ROW, "turns": [{"begin": 0, "end": 3}]}], {}, "turns holds a turn without role"),
+        ([{**ROW, "turns": ["a"]}], {}, "but a list of turns"),
         ([{**ROW, "temperature": -1.0}], {}, "temperature is -1.0"),
         ([{**ROW, "temperature": "1"}], {}, "temperature is '1', but a number"),
         ([{**ROW, "temperature": True}], {}, "temperature is True, but a number"),

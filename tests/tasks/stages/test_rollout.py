@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -8,6 +9,7 @@ from storage.backends.root import open_root
 from storage.errors import StageFailed
 from storage.kill_points import Point
 from storage.manifest import find
+from storage.turns import one_turn
 from storage.unfinished import PieceRecord
 from tasks.stages.names import Stage
 from tasks.stages.rollout import rollout_metrics, sample_seed
@@ -28,7 +30,12 @@ def test_a_seed_depends_on_the_place_alone():
 
 
 def test_metrics_of_a_table():
-    table = pa.table({"response_tokens": [[1, 2], [3], []], "finish_reason": ["stop", "length", "stop"]})
+    table = pa.table(
+        {
+            "sampled": [[True, False, True], [True], []],
+            "turns": one_turn(np.array([3, 1, 0]), pa.array(["stop", "length", "stop"])),
+        }
+    )
     metrics = rollout_metrics(table, seconds=2.0)
     assert metrics["tokens"] == 3
     assert metrics["tokens_per_second"] == 1.5

@@ -65,7 +65,7 @@ def test_samples_are_joined_with_their_own_scores(root: Root):
 
 def test_a_filter_sees_samples_and_scores_together(root: Root):
     make_run(root, iterations=3)
-    kept = whole(root, where="reward > 0.2 and weight_version >= 1 and finish_reason = 'stop'")
+    kept = whole(root, where="reward > 0.2 and oldest_version >= 1 and finish_reason = 'stop'")
     # of three samples the second has no score and the third 0.5; iteration 1 was sampled by version 0
     assert sorted(set(kept["iteration"].to_pylist())) == [2, 3]
     assert set(kept["sample_id"].to_pylist()) == {2}

@@ -44,8 +44,10 @@ def store_tables(root, stage, schema, tables):
 def rollout_row(prompt_id, sample_id, prompt, response):
     return {
         "run": "run", "iteration": 1, "prompt_id": prompt_id, "sample_id": sample_id, "prompt_tokens": prompt,
-        "response_tokens": response, "logprobs": [-float(token) for token in response], "finish_reason": "stop",
-        "weight_version": 0, "seed": 1, "temperature": 1.0, "top_p": 1.0, "max_tokens": 4,
+        "response_tokens": response, "logprobs": [-float(token) for token in response],
+        "position": 0, "again": 0, "sampled": [True] * len(response), "weight_version": [0] * len(response),
+        "turns": [{"role": "assistant", "begin": 0, "end": len(response), "finish_reason": "stop"}],
+        "seed": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4,
     }  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.trainer_core.models import places_of
+
 WITHOUT = {"type": "none"}
 
 
@@ -41,13 +43,14 @@ def responses_of(model, samples, temperature):
     for row in np.flatnonzero(samples.usable):
         tokens = torch.from_numpy(samples.tokens[starts[row] : starts[row] + samples.lengths[row]].astype(np.int64))
         everything = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
-        everything = everything[samples.prompt_lengths[row] - 1 :]
+        places = places_of(samples, row)
+        everything = everything[places - 1]
         own = slice(first[row], first[row] + samples.response_lengths[row])
         yield {
             "row": row,
             "group": samples.groups[row],
             "reward": float(samples.rewards[row]),
-            "logprobs": everything.gather(-1, tokens[samples.prompt_lengths[row] :, None])[:, 0],
+            "logprobs": everything.gather(-1, tokens[places, None])[:, 0],
             "entropy": -(everything.exp() * everything).sum(-1),
             "behaviour": torch.from_numpy(samples.engine_logprobs[own]).double(),
             "own": own,

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.trainer_core.models import hugging_face_logprobs, random_samples, read_export
+from tests.trainer_core.models import hugging_face_logprobs, places_of, random_samples, read_export
 from tests.trainer_core.oracle import export
 from tests.trainer_core.phases.plain import plain_steps
 from tests.trainer_core.ranks import run_ranks, run_trainers
@@ -70,10 +70,10 @@ def stepped(trainer, tokens, samples, reference, folder):
 @pytest.fixture(scope="module")
 def samples(model_dir):
     """Draw by a policy that is near the model; values of samples that do not count are NaN."""
-    drawn = random_samples(3)
+    drawn = random_samples(3, turns=True)
     sequences = np.split(drawn.tokens, np.cumsum(drawn.lengths)[:-1])
     (own,) = run_ranks(1, hugging_face_logprobs, model_dir, sequences, TEMPERATURE)
-    flat = np.concatenate([one[prompt - 1 :] for one, prompt in zip(own, drawn.prompt_lengths, strict=True)])
+    flat = np.concatenate([one[places_of(drawn, row) - 1] for row, one in enumerate(own)])
     near = flat + np.random.default_rng(0).normal(0, 0.3, len(flat))
     near[~drawn.per_response_token(drawn.usable)] = np.nan
     return dataclasses.replace(drawn, engine_logprobs=near.astype(np.float32))
