@@ -32,6 +32,7 @@ from infra.mutants_origins import ORIGINS
 from infra.mutants_own_engine import OWN_ENGINE
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
+from infra.mutants_responses import RESPONSES
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
@@ -65,6 +66,7 @@ MUTANTS = (
     *OWN_ENGINE,
     *PAGES,
     *PLAN,
+    *RESPONSES,
     *RETRAIN,
     *REVISIONS,
     *REWARDS,

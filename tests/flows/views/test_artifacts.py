@@ -19,7 +19,7 @@ def test_a_flow_run_carries_table_summary_and_curves(prefect_api: str, make_run:
     make_run("a.b", 2)
     sample = Sample(
         prompt_id="p", sample_id=1, prompt="1+1=", response="x" * 3000, reward=0.5, components={"right": 1.0},
-        status="ok", detail=None, advantage=-1.0, finish_reason="stop", tokens=3, weight_version=1,
+        status="ok", detail=None, advantage=-1.0, finish_reason="stop", tokens=3, weight_versions=(1,),
     )  # fmt: skip
     shown = Samples(root=root.url, run="a.b", iteration=2, total=8, samples=(sample,))
     png = store_plot(root, "a.b", [record.row for record in read_status(root, "a.b").history])

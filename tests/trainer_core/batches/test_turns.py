@@ -70,7 +70,7 @@ def test_what_is_predicted_are_the_sampled_tokens_in_their_places(samples, rows)
 
 
 BEHAVIOUR = {"old_policy": "behaviour"}
-WIDE = {"clip_low": 0.99, "clip_high": 1e6}
+WIDE = {"clip_low": 0.99999, "clip_high": 1e6}
 LOSSES = {
     "clip": {"loss": {"type": "clip"}, **WIDE, **BEHAVIOUR},
     "gspo": {"loss": {"type": "gspo", **WIDE}, **BEHAVIOUR},
