@@ -36,7 +36,7 @@ def of_each_token(responses: pa.ListArray, value: pa.Scalar) -> pa.ListArray:
 
 
 def finish_reasons(turns: pa.ChunkedArray) -> pa.Array:
-    """How each sample ended: the finish reason of its last turn that has one, (N,); null if none has."""
+    """The finish reason of the last turn of each sample that has one, (N,): how it ended. Null if none has."""
     column = turns.combine_chunks()
     reasons = column.flatten().field("finish_reason")
     there = np.flatnonzero(reasons.is_valid().to_numpy(zero_copy_only=False))
@@ -67,7 +67,7 @@ def weight_versions(table: pa.Table) -> tuple[pa.Array, pa.Array]:
 
 
 def ended_by(row: Mapping[str, Any]) -> str | None:
-    """How a row of the table `rollout` ended, as in `finish_reasons`."""
+    """The finish reason of a row of the table `rollout`, as in `finish_reasons`."""
     return next((one["finish_reason"] for one in reversed(row["turns"]) if one["finish_reason"]), None)
 
 

@@ -93,7 +93,7 @@ class SampleRows:
         return lists.cast(pa.list_(pa.float32()))
 
     def sampled(self, responses: pa.ListArray) -> pa.ListArray:
-        """Whether the policy sampled each token of the responses; all of them by default."""
+        """True for each token of the responses that the policy sampled; all of them by default."""
         column = self._column("sampled")
         if column is None:
             return of_each_token(responses, pa.scalar(True))

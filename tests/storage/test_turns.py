@@ -1,4 +1,4 @@
-"""What follows from turns and from the columns of tokens."""
+"""Figures that follow from turns and from the columns of tokens."""
 
 import numpy as np
 import pyarrow as pa
