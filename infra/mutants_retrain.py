@@ -108,8 +108,8 @@ RETRAIN = (
         "import-other-lengths",
         "log-probabilities of other tokens than the response's are imported",
         "tasks/importing/rows.py",
-        "column.refuse(lengths_of(lists) != lengths_of(responses), ",
-        "column.refuse(lengths_of(lists) == -1, ",
+        "column.refuse(given != lengths_of(responses), ",
+        "column.refuse(given == -1, ",
         _IMPORT,
     ),
     Mutant(

@@ -126,8 +126,8 @@ STAGES = (
         "seeds-by-piece",
         "a sample's seed depends on the piece it is generated in",
         "tasks/stages/rollout.py",
-        "        places = range(groups.position, groups.position + groups.prompts.num_rows)\n        samples",
-        "        places = range(groups.prompts.num_rows)\n        samples",
+        "for place in groups.positions for one in samples",
+        "for place in range(groups.prompts.num_rows) for one in samples",
         _STAGES,
     ),
     Mutant(
