@@ -35,8 +35,7 @@ class Trainer(TrainerProtocol):
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         """Meet the other ranks and build the model without weights; raises as `start_trainer`."""
-        self._config = config
-        self._transformer_engine = platform.transformer_engine
+        self._config, self._transformer_engine = config, platform.transformer_engine
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)

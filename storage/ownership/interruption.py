@@ -18,8 +18,7 @@ class Interruptible:
 
     def __init__(self) -> None:
         self._error: Exception | None = None
-        self._armed = False
-        self._interrupted = False
+        self._armed, self._interrupted = False, False
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

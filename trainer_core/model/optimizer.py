@@ -19,8 +19,7 @@ class Optimizer:
     """Moments and schedule of one phase of training; each phase has its own."""
 
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
-        self.config = config
-        self._residence = model.residence
+        self.config, self._residence = config, model.residence
         self._residence.resume("parameters")  # of which main weights are copies
         self.megatron = get_megatron_optimizer(
             _megatron_config(config, model.dtype), list(model.chunks), use_gloo_process_groups=False
