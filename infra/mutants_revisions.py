@@ -93,8 +93,8 @@ REVISIONS = (
         "only-the-head-is-kept",
         "retention deletes what another revision is continued from",
         "storage/upkeep/retention.py",
-        "for number in seen if seen[number].of(iteration, stage) == mine",
-        "for number in [recorded.revisions.head] if seen[number].of(iteration, stage) == mine",
+        "zip(seen, served, strict=True)",
+        "[(seen[recorded.revisions.head], served[recorded.revisions.head])]",
         _REDOING,
     ),
     Mutant(

@@ -88,8 +88,8 @@ STORE = (
         "chosen-over-stale-work",
         "a head is chosen though the record of a rerun is lost",
         "storage/upkeep/redoing.py",
-        "    check_asked(root, run, recorded)\n    _check_goes_on(",
-        "    _check_goes_on(",
+        "    check_asked(root, run, recorded)\n    done = ",
+        "    done = ",
         _LOST,
     ),
     Mutant(

@@ -168,19 +168,15 @@ def materialize(
     place = folder.resolve()
     named = {part.name.removeprefix(prefix): part for part in manifest.parts if part.name.startswith(prefix)}
     needed = [name for name in named if wanted is None or wanted(name)]
-    each(lambda name: _fetch(root, named[name], _inside(place, name)), needed, _PARALLEL)
+    each(lambda name: _fetch(root, named[name], place, name), needed, _PARALLEL)
     return folder
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The path of a part in `folder`, which must be a path without symbolic links."""
+def _fetch(root: Root, part: Part, folder: Path, name: str) -> None:
+    """Fetch a part into `folder`, which must be a path without symbolic links."""
     target = folder / name
     if layout.name_flaw(name) or not target.parent.resolve().is_relative_to(folder):
         raise StorageError(f"{name!r} leads out of {folder}: an invalid name, or a symbolic link. Use an empty folder")
-    return target
-
-
-def _fetch(root: Root, part: Part, target: Path) -> None:
     if not target.is_symlink() and target.exists() and file_digest(target)[0] == part.digest:
         return
     target.unlink(missing_ok=True)

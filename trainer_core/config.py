@@ -284,23 +284,24 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of 
 
 
 def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
-    """Refuse a layout that does not fit the model. `model` is the content of the model's config.json (Hugging Face
-    names). Raises InputError."""
+    """Refuse a layout that Megatron would refuse, or that would leave ranks without work. `model` is the content of the
+    model's config.json. Raises InputError, which names the key, the model's size and the numbers that fit."""
     heads = int(model["num_attention_heads"])
     check_predictions(model, "the model")
     check_stages(parallel, int(model["num_hidden_layers"]))
     divisors = {
-        ("attention heads", "tensor"): (heads, parallel.tensor),
-        ("key-value heads", "tensor"): (int(model.get("num_key_value_heads") or heads), parallel.tensor),
-        ("intermediate size", "tensor"): (int(model["intermediate_size"]), parallel.tensor),
+        "attention heads": heads,
+        "key-value heads": int(model.get("num_key_value_heads") or heads),
+        "intermediate size": int(model["intermediate_size"]),
     }
-    check_experts(parallel, experts_of(model))
-    for (what, field), (amount, ranks) in divisors.items():
-        if amount % ranks:
+    for what, amount in divisors.items():
+        if amount % parallel.tensor:
+            fitting = [number for number in range(1, min(amount, 64) + 1) if amount % number == 0]
             raise InputError(
-                f"the model's {what} ({amount}) cannot be divided by parallel.{field} = {ranks}; "
-                f"choose one of {[n for n in range(1, amount + 1) if amount % n == 0]} for parallel.{field}"
+                f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}: choose "
+                f"one of {fitting}"
             )
+    check_experts(parallel, experts_of(model))
 
 
 def check_predictions(model: Mapping[str, Any], where: str) -> None:

@@ -20,7 +20,7 @@ from storage.manifest import Manifest, Origin, commit, find, load
 from storage.ownership.scratch import scratch
 from storage.parallel import each
 from storage.parts import PartWriter, materialize
-from storage.upkeep.catalog import Contents, Names, Retired, check_not_removed, contents, names, names_of, require_run
+from storage.upkeep.catalog import Contents, Retired, check_not_removed, contents, names, names_of, require_run
 
 _COPIERS = 8
 
@@ -63,7 +63,10 @@ def fork(
     if a part of the parent is lost."""
     require_run(root, parent)
     recorded = names_of(root, parent, revision)
-    _check_complete(recorded, workflow, parent, iteration)
+    synced = {at for at, stage in recorded.newest if stage == workflow.ends_iteration}
+    if iteration not in synced:
+        there = f"iterations 0 to {max(synced)} are" if synced else "none is"
+        raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
     past = contents(root, parent, recorded.only(lambda key: (layout.place_of(key) or (0, ""))[0] <= iteration))
     new = _New(root, root, workflow, parent, check_run_name(run), config_digest)
     originals = [(one, one.iteration) for one in _shared(workflow, past)]
@@ -255,13 +258,6 @@ class _New:
             f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are. "
             "Choose one of them"
         )
-
-
-def _check_complete(recorded: Names, workflow: Workflow, parent: str, iteration: int) -> None:
-    synced = {at for at, stage in recorded.newest if stage == workflow.ends_iteration}
-    if iteration not in synced:
-        there = f"iterations 0 to {max(synced)} are" if synced else "none is"
-        raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
 
 
 def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:

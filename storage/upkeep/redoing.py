@@ -83,7 +83,9 @@ def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str,
     then = replace(revisions, choices=(*revisions.choices, choice))
     recorded = names(root, run, revisions=then)
     check_asked(root, run, recorded)
-    _check_goes_on(workflow, run, recorded)
+    done = recorded.newest  # what the head needs next must be kept
+    first = next(at for at in range(max(at for at, _ in done) + 2) if (at, workflow.ends_iteration) not in done)
+    _check_kept(workflow, run, first if (first, workflow.holds_state) in done else first - 1, recorded)
     fence.check()
     if record_choice(root, run, choice, len(then.choices)):
         return choice
@@ -151,14 +153,6 @@ def _goes_on(root: Root, run: str, seen: Revisions) -> int:
         if there is not None and there.digest == mine.digest:
             return other
     return number
-
-
-def _check_goes_on(workflow: Workflow, run: str, recorded: Names) -> None:
-    """Refuse a head that cannot be continued, because retention has deleted the state that it needs next."""
-    done = recorded.newest
-    last = max(at for at, _ in done)
-    first = next(at for at in range(last + 2) if (at, workflow.ends_iteration) not in done)
-    _check_kept(workflow, run, first if (first, workflow.holds_state) in done else first - 1, recorded)
 
 
 def _check_kept(workflow: Workflow, run: str, iteration: int, recorded: Names) -> None:

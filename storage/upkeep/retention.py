@@ -176,8 +176,13 @@ class _Cleaning:
         self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str], retention: Retention
     ) -> list[Garbage]:
         """Retire states, then find the parts that nothing needs."""
-        if self.apply:
-            self._retire(stored, pushed_out, retention)
+        for some in batched(sorted(pushed_out) if self.apply else (), _BATCH):
+            self._check()
+            for key in some:
+                manifest, rule = stored.manifests[key], f"retention: {retention}"
+                keys = tuple(part.key for part in manifest.parts)
+                record = Retired(manifest=manifest.digest, keys=keys, time=self.moment, rule=rule)
+                records.publish(self.root, layout.retired_key(key), record)
         return list(self._unnamed(parts, stored, pushed_out))
 
     def deleted(self, garbage: Iterable[Garbage]) -> Iterator[Garbage]:
@@ -192,15 +197,6 @@ class _Cleaning:
                 if one.reason != _ORPHAN or one.key in orphaned:
                     drop(self.root, one)
                     yield one
-
-    def _retire(self, stored: Contents, states: Iterable[str], retention: Retention) -> None:
-        for some in batched(sorted(states), _BATCH):
-            self._check()
-            for key in some:
-                manifest, rule = stored.manifests[key], f"retention: {retention}"
-                keys = tuple(part.key for part in manifest.parts)
-                record = Retired(manifest=manifest.digest, keys=keys, time=self.moment, rule=rule)
-                records.publish(self.root, layout.retired_key(key), record)
 
     def _unnamed(self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str]) -> Iterator[Garbage]:
         retired = {*stored.retired, *pushed_out}
@@ -247,15 +243,16 @@ def drop(root: Root, one: Garbage) -> None:
 
 def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
     """Manifests of states to be retired: those that no revision keeps. Each keeps what it is continued from."""
+    stage, ends = workflow.holds_state, workflow.ends_iteration
+    seen = [recorded.revisions.seen(number) for number in recorded.revisions.numbers]
+    synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(ends).items()]
     # a state counts as the newest once its weights are served: until then the one before may be needed again
-    served, stage = _served(recorded, workflow), workflow.holds_state
-    seen = {number: recorded.revisions.seen(number) for number in recorded.revisions.numbers}
+    served = [max((at for mine, at in synced if one.of(at, ends) == mine), default=0) for one in seen]
 
     def kept(key: str, iteration: int) -> bool:
         mine = layout.revision_of(key)
-        return any(
-            retention.keeps(iteration, served[number]) for number in seen if seen[number].of(iteration, stage) == mine
-        )
+        every = [newest for one, newest in zip(seen, served, strict=True) if one.of(iteration, stage) == mine]
+        return any(retention.keeps(iteration, newest) for newest in every)
 
     states = recorded.of_stage(stage).items()
     return {key for key, iteration in states if key not in recorded.retired and not kept(key, iteration)}
@@ -273,16 +270,6 @@ def _needed(root: Root, workflow: Workflow, run: str, iteration: int, served: in
 
 def _key(run: str, iteration: int, stage: str, seen: Revisions) -> str:
     return layout.manifest_key(run, iteration, stage, seen.of(iteration, stage))
-
-
-def _served(recorded: Names, workflow: Workflow) -> dict[int, int]:
-    """The newest iteration whose weights are served, of each revision."""
-    synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(workflow.ends_iteration).items()]
-    seen = {number: recorded.revisions.seen(number) for number in recorded.revisions.numbers}
-    return {
-        number: max((at for mine, at in synced if one.of(at, workflow.ends_iteration) == mine), default=0)
-        for number, one in seen.items()
-    }
 
 
 def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage]:

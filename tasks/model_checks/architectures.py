@@ -7,7 +7,7 @@ from typing import Any
 
 from storage.errors import InputError
 from tasks.model_checks.obedience import check_keys
-from trainer_core.config import Device, ParallelConfig, check_experts, check_predictions, check_stages, experts_of
+from trainer_core.config import Device, check_predictions
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes with kernels in vLLM's attention on CPU."""
@@ -24,7 +24,8 @@ def check_numbers(facts: Mapping[str, Any], where: str) -> None:
         value = facts.get(key)
         if not isinstance(value, int) or value < 1:
             raise InputError(f"{where}: {key} in config.json is {value!r}, but a positive number is needed: correct it")
-    heads, groups = facts["num_attention_heads"], key_value_heads(facts)
+    heads = facts["num_attention_heads"]
+    groups = int(facts.get("num_key_value_heads") or heads)
     if heads % groups:
         fact = f"{where}: num_attention_heads = {heads} in config.json is no multiple of num_key_value_heads = {groups}"
         raise InputError(f"{fact}: correct it")
@@ -37,23 +38,6 @@ def check_numbers(facts: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_parallel(parallel: ParallelConfig, facts: Mapping[str, Any]) -> None:
-    """Refuse a layout that Megatron would refuse, or that would leave ranks without work. Raises InputError: naming the
-    key, the model's size and the numbers that fit."""
-    check_stages(parallel, facts["num_hidden_layers"])
-    divisors = (
-        ("attention heads", facts["num_attention_heads"]),
-        ("key-value heads", key_value_heads(facts)),
-        ("intermediate size", facts["intermediate_size"]),
-    )
-    for what, amount in divisors:
-        if amount % parallel.tensor:
-            fitting = [number for number in range(1, min(amount, 64) + 1) if amount % number == 0]
-            fact = f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}"
-            raise InputError(f"{fact}: choose one of {fitting}")
-    check_experts(parallel, experts_of(facts))
-
-
 def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> None:
     """Refuse a head size that the engine cannot compute. Raises InputError: naming the size and those that work."""
     if facts.get("kv_lora_rank"):  # multi-latent attention: the engine's kernels see a query
@@ -63,11 +47,6 @@ def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> Non
     if device == "cpu" and size not in CPU_HEAD_SIZES:
         fact = f"{where} has heads of {size} (head_dim), for which vLLM has no attention on CPU"
         raise InputError(f"{fact}: use a model with one of {list(CPU_HEAD_SIZES)}, or a GPU")
-
-
-def key_value_heads(facts: Mapping[str, Any]) -> int:
-    """Number of heads of keys and values."""
-    return int(facts.get("num_key_value_heads") or facts["num_attention_heads"])
 
 
 KNOWN_TO_BOTH = frozenset(

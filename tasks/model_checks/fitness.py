@@ -13,11 +13,10 @@ from tasks.model_checks.architectures import (
     check_full_attention,
     check_head_size,
     check_numbers,
-    check_parallel,
     check_window,
 )
 from tasks.model_checks.weights import check_weights
-from trainer_core.config import Device, TrainerConfig, check_context, experts_of
+from trainer_core.config import Device, TrainerConfig, check_context, check_layout, experts_of
 from trainer_core.effects import Unused, without_effect
 from trainer_core.platform import te_absent
 
@@ -47,7 +46,7 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
 def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     """Raises InputError, naming the keys: the configuration does not fit the model, which messages call `where`."""
     check_numbers(facts, where)
-    check_parallel(config.train.parallel, facts)
+    check_layout(config.train.parallel, facts)
     if device == "cuda" and not te_absent.is_absent():
         check_context(config.train, True, config.device.deterministic)
         if config.train.parallel.context > 1:

@@ -56,6 +56,11 @@ class Model:
         """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
         Returns on the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1,
         H), or this rank's share of the positions."""
+        filling = batch.filling
+        if filling is not None and self.config.sequence_parallel and not get_attr_wrapped_model(module, "pre_process"):
+            # behind the first stage of a pipeline, of this rank's positions alone
+            group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+            filling = filling.chunk(group.size(), dim=1)[group.rank()]  # (1, T) -> (1, T / tp)
         # the wrapper of a model in low precision would copy all logits to float32
         own_precision = {} if self.dtype == torch.float32 else {"fp32_output": False}
         return module(
@@ -63,18 +68,11 @@ class Model:
             batch.positions,
             None,  # the attention masks by segments
             packed_seq_params=batch.packing,
-            padding_mask=self._filling(module, batch),
+            padding_mask=filling,
             output_processor=_gathered_logits if self.config.sequence_parallel else _predicted_logits,
             output_processor_context=batch.predicting,
             **own_precision,
         )
-
-    def _filling(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor | None:
-        """Mask of the module: behind the first stage of a pipeline, of this rank's positions alone."""
-        if batch.filling is None or not self.config.sequence_parallel or get_attr_wrapped_model(module, "pre_process"):
-            return batch.filling
-        group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
-        return batch.filling.chunk(group.size(), dim=1)[group.rank()]  # (1, T) -> (1, T / tp)
 
     @contextlib.contextmanager
     def weights(self, access: Access) -> Iterator[None]:

@@ -52,7 +52,8 @@ class Table:
         owner = np.repeat(np.arange(len(rows)), spans)  # (P,)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(spans) - spans, spans)  # (P,) which span of its tensor
         work = np.concatenate((rows.reshape(-1), np.stack((owner, place), axis=1).reshape(-1)))
-        self._rows = _sent(torch.from_numpy(work), device)  # (4 T + 2 P,) int64
+        table = torch.from_numpy(work)  # (4 T + 2 P,) int64; not pinned, it would wait for all earlier launches
+        self._rows = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
         self.ends: list[int] = np.cumsum([0, *(len(group) for group in groups)]).tolist()
         """Place among all of the first tensor of each group, and the number of tensors."""
         programs = np.concatenate(([0], np.cumsum(spans)))[self.ends].tolist()  # (groups + 1,) where each group's begin
@@ -90,11 +91,6 @@ def _compiled(device: torch.device) -> None:
     table = torch.zeros(6, dtype=torch.int64, device=device)  # a tensor without bytes
     with torch.cuda.device_of(table):
         _add_words[(1,)](0, table, table[4:], table.new_zeros(1), _SPAN, _BLOCK, _NARROW)  # pyright: ignore[reportArgumentType]
-
-
-def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device. Memory that is not pinned would be copied only when all earlier launches have ended."""
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _rows(tensor: torch.Tensor, address: int) -> Rows | None:

@@ -9,9 +9,9 @@ import pytest
 
 from storage.errors import InputError
 from tasks.config.section import COLDEST
-from tasks.model_checks.architectures import CPU_HEAD_SIZES, KNOWN_TO_BOTH, LLAMA_LIKE, check_numbers, check_parallel
+from tasks.model_checks.architectures import CPU_HEAD_SIZES, KNOWN_TO_BOTH, LLAMA_LIKE, check_numbers
 from tests.trainer_core.ranks import run_ranks
-from trainer_core.config import ParallelConfig
+from trainer_core.config import ParallelConfig, check_layout
 
 
 def source_of(module: str) -> ast.Module:
@@ -105,7 +105,7 @@ def finalized(rank, world_size, store, folder, cases):
 def refused(parallel, facts):
     try:
         check_numbers(facts, "the model")
-        check_parallel(parallel, facts)
+        check_layout(parallel, facts)
     except InputError as error:
         return str(error)
     return None
