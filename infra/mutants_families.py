@@ -21,7 +21,7 @@ FAMILIES = (
         "windows-over-divided-sequences",
         "the sequences of a model with windows are divided for an attention that has none",
         "tasks/model_checks/fitness.py",
-        "            check_full_attention(facts, where)\n",
+        "            architectures.check_full_attention(facts, where)\n",
         "            pass\n",
         ("tests/tasks/test_checks.py",),
     ),

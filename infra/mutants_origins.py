@@ -117,8 +117,8 @@ ORIGINS = (
         "evaluation-mixes-versions",
         "answers that another version of a function scored are kept",
         "tasks/stages/evaluation.py",
-        "        dict(made_of),\n    ]\n",
-        "    ]\n",
+        "scoring, dict(made_of)]",
+        "scoring]",
         _EVALUATION,
     ),
     Mutant(

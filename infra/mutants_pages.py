@@ -85,8 +85,8 @@ PAGES = (
         "evaluation-settings-forgotten",
         "what decides the answers is not in the name of an evaluation",
         "tasks/stages/evaluation.py",
-        '        settings.model_dump(mode="json"),\n        prepared,',
-        "        prepared,",
+        '[settings.model_dump(mode="json"), prepared,',
+        "[prepared,",
         _EVALUATION,
     ),
     Mutant(

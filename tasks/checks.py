@@ -4,7 +4,6 @@ import functools
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from storage import layout
 from storage.backends.root import Root
@@ -19,6 +18,7 @@ from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
+from tasks.data.values import Keyed
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.objective import check_engine, check_objective
 from tasks.preflight import check_continued, check_model
@@ -48,9 +48,8 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
         check_continued(config, root, Prepared(prepared))
         _check_kept(config, root, prepared, "the run's model")
         if config.retrain is None and "train.arrow" in prepared.part_names:
-            calls = _call_stored(
-                _Stored(config.reward.model_dump_json(), _texts(config.reward), prepared.digest, root, prepared)
-            )
+            stored = Keyed(prepared.digest, (root, prepared))
+            calls = _call_stored(config.reward.model_dump_json(), _texts(config.reward), stored)
             check_components([call.score for call in calls], config.evaluate.passing, "evaluate.pass")
 
 
@@ -124,21 +123,12 @@ def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -
     check_stored_prompts(config, root, prepared)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    reward: str
-    texts: tuple[str | None, ...]
-    digest: str
-    root: Root = field(compare=False)
-    prepared: Manifest = field(compare=False)
-
-
 @functools.lru_cache(maxsize=1)
-def _call_stored(stored: _Stored) -> tuple[Call, ...]:
-    part = stored.prepared.part("train.arrow")
-    prompts = read_parts(stored.root, [part], PROMPTS, ["prompt_id", "answer", "record"])
-    codec = stored_codec(stored.root, Prepared(stored.prepared))
-    return tuple(call_reward(RewardSection.model_validate_json(stored.reward), prompts, codec))
+def _call_stored(reward: str, _: tuple[str | None, ...], stored: Keyed[tuple[Root, Manifest]]) -> tuple[Call, ...]:
+    root, prepared = stored.value
+    prompts = read_parts(root, [prepared.part("train.arrow")], PROMPTS, ["prompt_id", "answer", "record"])
+    codec = stored_codec(root, Prepared(prepared))
+    return tuple(call_reward(RewardSection.model_validate_json(reward), prompts, codec))
 
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:

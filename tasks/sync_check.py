@@ -68,9 +68,8 @@ def _new(context: RunContext, served: Served, stored: Mapping[str, str] | None) 
     try:
         engines = ensure_served(context, Prepared(context.need(0, Stage.PREPARE)), served)
     except SyncMismatch as error:
-        return [
-            CheckedEngine(name="new engine", weight_version=None, weights_digest=None, differing=(), problem=f"{error}")
-        ]
+        nothing = {"weight_version": None, "weights_digest": None, "differing": ()}
+        return [CheckedEngine(name="new engine", **nothing, problem=str(error))]
     return [_checked(f"new engine {number}", engine, served, stored) for number, engine in enumerate(engines)]
 
 
@@ -78,13 +77,8 @@ def _checked(name: str, engine: EngineHandle, served: Served, stored: Mapping[st
     version, held = engine.identity().weight_version, engine.held()
     found = weights_digest(held) if held else None
     wrong = differing(stored, held) if stored is not None and held else []
-    return CheckedEngine(
-        name=name,
-        weight_version=version,
-        weights_digest=found,
-        differing=tuple(wrong),
-        problem=_problem(version, found, served),
-    )
+    seen = {"weight_version": version, "weights_digest": found, "differing": tuple(wrong)}
+    return CheckedEngine(name=name, **seen, problem=_problem(version, found, served))
 
 
 def _problem(version: int | None, found: str | None, served: Served) -> str | None:

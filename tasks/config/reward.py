@@ -106,15 +106,8 @@ class RewardSection(_Tried):
     @property
     def parts(self) -> tuple[RewardFunction, ...]:
         """The functions, also if it is one, whose name is then empty."""
-        one = RewardFunction.model_construct(
-            name="",
-            function=self.function,
-            weight=1.0,
-            arguments=self.arguments,
-            weights=self.weights,
-            batch=self.batch,
-        )
-        return self.functions or (one,)
+        given = {key: dict(self)[key] for key in ("function", "arguments", "weights", "batch")}
+        return self.functions or (RewardFunction.model_construct(name="", weight=1.0, **given),)
 
 
 def _by_reference(arguments: Arguments, place: str) -> Arguments:

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]  # a turn of a conversation, with role and content
 PAD, STOP, UNKNOWN = "<pad>", "<eos>", "<unk>"
 GENERATED: Mapping[str, Any] = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "pad_token": PAD,
-    "eos_token": STOP,
-    "unk_token": UNKNOWN,
+    "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": STOP, "unk_token": UNKNOWN,
     "clean_up_tokenization_spaces": False,
-}
+}  # fmt: skip
 """The tokenizer_config.json of generated models."""
 
 

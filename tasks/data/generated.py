@@ -56,30 +56,16 @@ def character_tokenizer() -> Tokenizer:
 def model_config(spec: GeneratedModel) -> dict[str, Any]:
     """The model's config.json, in the fields of `transformers.Qwen3Config`."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": spec.vocabulary,
-        "hidden_size": spec.hidden,
-        "intermediate_size": spec.intermediate,
-        "num_hidden_layers": spec.layers,
-        "num_attention_heads": spec.heads,
-        "num_key_value_heads": spec.kv_heads,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": spec.max_positions,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": _ROPE_THETA,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+        "vocab_size": spec.vocabulary, "hidden_size": spec.hidden, "intermediate_size": spec.intermediate,
+        "num_hidden_layers": spec.layers, "num_attention_heads": spec.heads, "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim, "hidden_act": "silu", "max_position_embeddings": spec.max_positions,
+        "rms_norm_eps": 1e-6, "rope_theta": _ROPE_THETA,
         "rope_parameters": {"rope_type": "default", "rope_theta": _ROPE_THETA},
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "tie_word_embeddings": spec.tied_embeddings,
-        "initializer_range": spec.initializer_range,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-        "dtype": "float32",
-    }
+        "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False,
+        "tie_word_embeddings": spec.tied_embeddings, "initializer_range": spec.initializer_range,
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "dtype": "float32",
+    }  # fmt: skip
 
 
 def generate_addition(section: GeneratedAddition, seed: int) -> dict[str, list[Record]]:

@@ -27,6 +27,7 @@ from tasks.data.models import copy_files
 from tasks.data.prompts import Room, check_lengths, id_of, mapped, prompt_batches, split_off, twice
 from tasks.data.rendering import Renderer
 from tasks.data.tokenizer import TextCodec
+from tasks.data.values import Keyed
 from trainer_core.effects import no_effect
 
 TABLES = ("train", "held_out", "warmup")
@@ -83,14 +84,13 @@ def prompts_of(config: RunConfig, codec: TextCodec) -> Prompts:
     seen = [state(source) for table in TABLES for source in config.data.sources(table)]
     limits = [config.engine.max_model_len, config.rollout.max_tokens, config.train.max_length]
     decides = [config.data.model_dump(mode="json"), config.run.seed, codec.identity, limits, seen]
-    return _made(_Order(value_digest(decides), config, codec))
+    return _made(Keyed(value_digest(decides), _Order(config, codec)))
 
 
 @dataclass(frozen=True)
 class _Order:
-    identity: str
-    config: RunConfig = field(compare=False)
-    codec: TextCodec = field(compare=False)
+    config: RunConfig
+    codec: TextCodec
 
     def room(self, table: str) -> Room:
         config = self.config
@@ -103,8 +103,8 @@ class _Order:
 
 
 @functools.lru_cache(maxsize=1)  # the command line, the flow and `prepare` ask for the same
-def _made(order: _Order) -> Prompts:
-    data = order.config.data
+def _made(given: Keyed[_Order]) -> Prompts:
+    order, data = given.value, given.value.config.data
     if data.generate is not None:
         return _generated(order, data.generate)
     read = {table: _read(order, table) for table in TABLES if data.sources(table)}
@@ -286,7 +286,7 @@ def _check_content(table: str, run: str, given: tuple[DataSource, ...], stored: 
         fact = f"data.{table} is set, but run {run!r} was prepared without it, and a run keeps its prompts"
         raise InputError(f"{fact}: leave it out, or start a new run with another --run")
     for source, digest in zip(given, stored, strict=False):
-        now = _digest(_Seen(value_digest([state(source), source.model_dump(mode="json")]), source))
+        now = _digest(Keyed(value_digest([state(source), source.model_dump(mode="json")]), source))
         if now is not None and now != digest:
             raise InputError(
                 f"data.{table}: {source.source} has the content {now} now, but run {run!r} was prepared from "
@@ -295,17 +295,11 @@ def _check_content(table: str, run: str, given: tuple[DataSource, ...], stored: 
             )
 
 
-@dataclass(frozen=True)
-class _Seen:
-    identity: str
-    source: DataSource = field(compare=False)
-
-
 @functools.lru_cache(maxsize=16)  # the command line and the flow both check
-def _digest(seen: _Seen) -> str | None:
+def _digest(source: Keyed[DataSource]) -> str | None:
     """Digest of a source's content; None if it cannot be read."""
     try:
-        with opened(seen.source) as content:
+        with opened(source.value) as content:
             return content.digest
     except InputError:
         return None

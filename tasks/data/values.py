@@ -4,6 +4,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from storage.errors import InputError
@@ -19,6 +20,14 @@ def parsed(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+@dataclass(frozen=True)
+class Keyed[T]:
+    """An argument of a function with a cache, which knows it by its identity alone."""
+
+    identity: str
+    value: T = field(compare=False)
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from storage.errors import InputError
-from storage.schema import REWARD
+from storage.schema import REWARD, ROLLOUT
 from storage.turns import UNKNOWN, of_each_token, one_turn
 from tasks.importing.columns import KINDS, Column, FileRows, any_of, lengths_of
 
@@ -136,7 +136,7 @@ class SampleRows:
 
     def sample_ids(self) -> list[int] | None:
         """Numbers of the samples within their prompts' groups, if the file has them."""
-        found = self._numbers("sample_id", pa.int32(), lambda one: (one >= 0) & (one <= _INT32))
+        found = self._numbers("sample_id", lambda one: (one >= 0) & (one <= _INT32))
         return None if found is None else found.to_pylist()
 
     def prompt_error(self, row: int, name: str, first: int) -> InputError:
@@ -147,20 +147,13 @@ class SampleRows:
 
     def constants(self, run: str, iteration: int) -> dict[str, pa.Array]:
         """Columns that a row need not have."""
-        rows = self.batch.rows
-        seed = self._numbers("seed", pa.int64(), lambda one: one >= UNKNOWN)
-        top_p = self._numbers("top_p", pa.float32(), lambda one: (one.astype(np.float32) > 0) & (one <= 1))
-        return {
-            "run": pa.repeat(run, rows),
-            "iteration": pa.repeat(pa.scalar(iteration, pa.int32()), rows),
-            "position": pa.repeat(pa.scalar(UNKNOWN, pa.int64()), rows),
-            "again": pa.repeat(pa.scalar(0, pa.int32()), rows),
-            "seed": pa.repeat(pa.scalar(UNKNOWN, pa.int64()), rows) if seed is None else seed,
-            "temperature": self._temperature(),
-            "top_k": pa.repeat(pa.scalar(0, pa.int32()), rows),
-            "min_p": pa.repeat(pa.scalar(0.0, pa.float32()), rows),
-            "top_p": pa.repeat(pa.scalar(1.0, pa.float32()), rows) if top_p is None else top_p,
-        }
+        seed = self._numbers("seed", lambda one: one >= UNKNOWN)
+        top_p = self._numbers("top_p", lambda one: (one.astype(np.float32) > 0) & (one <= 1))
+        found = {"seed": seed, "top_p": top_p, "temperature": self._temperature()}
+        given = {"run": run, "iteration": iteration, "position": UNKNOWN, "again": 0, "seed": UNKNOWN}
+        given |= {"top_k": 0, "min_p": 0.0, "top_p": 1.0}
+        own = {name: _repeated(name, one, self.batch.rows) for name, one in given.items()}
+        return own | {name: one for name, one in found.items() if one is not None}
 
     def scores(self, ids: pa.Array, numbers: pa.Array) -> pa.Table:
         """Rewards as a table of scores; missing ones are null."""
@@ -190,19 +183,17 @@ class SampleRows:
             raise InputError(f"{fact}: its columns are {there}")
         return None
 
-    def _numbers(
-        self, name: str, kind: pa.DataType, right: Callable[[NDArray[Any]], NDArray[np.bool_]]
-    ) -> pa.Array | None:
+    def _numbers(self, name: str, right: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> pa.Array | None:
         if (column := self._column(name)) is None:
             return None
         found = column.array()
         values = found.to_numpy(zero_copy_only=False)
         wrong = ~right(values)
         column.refuse(wrong, f"is {values[int(np.argmax(wrong))] if len(wrong) else 0}, which it cannot be")
-        return found.cast(kind)
+        return found.cast(ROLLOUT.field(name).type)
 
     def _temperature(self) -> pa.Array:
-        found = self._numbers("temperature", pa.float32(), lambda one: (one >= 0) & (one <= _LARGEST))
+        found = self._numbers("temperature", lambda one: (one >= 0) & (one <= _LARGEST))
         if found is not None:
             return found
         if self.order.temperature is None:
@@ -210,7 +201,7 @@ class SampleRows:
                 f"{self.batch.file} does not say at which temperature the samples were drawn, and log-probabilities "
                 "mean nothing without: name its column with --map temperature=COLUMN, or give --temperature"
             )
-        return pa.repeat(pa.scalar(self.order.temperature, pa.float32()), self.batch.rows)
+        return _repeated("temperature", self.order.temperature, self.batch.rows)
 
     def _reasons(self) -> pa.Array:
         if (column := self._column("finish_reason")) is None:
@@ -225,6 +216,10 @@ def check_temperature(temperature: float | None) -> None:
     """Refuse a temperature at which nothing can be sampled. Raises InputError: it is negative or not finite."""
     if temperature is not None and not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
         raise InputError(f"--temperature {temperature} is none that samples are drawn at: give a number from 0")
+
+
+def _repeated(name: str, value: object, rows: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows)
 
 
 def _flat(lists: pa.ListArray) -> NDArray[Any]:

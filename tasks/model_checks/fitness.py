@@ -7,14 +7,7 @@ from storage.errors import InputError
 from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
-from tasks.model_checks.architectures import (
-    architecture_of,
-    check_architecture,
-    check_full_attention,
-    check_head_size,
-    check_numbers,
-    check_window,
-)
+from tasks.model_checks import architectures
 from tasks.model_checks.weights import check_weights
 from trainer_core.config import Device, TrainerConfig, check_context, check_layout, experts_of
 from trainer_core.effects import Unused, without_effect
@@ -34,31 +27,31 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
         return model_config(section.generate)
     folder = open_model(section)
     there, facts = folder.files(), folder.document("config.json")
-    check_architecture(facts, device, section.accept, str(folder))
+    architectures.check_architecture(facts, device, section.accept, str(folder))
     if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
         fact = f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run"
         raise InputError(f"{fact}: use a model whose tokenizer transformers has")
-    check_numbers(facts, str(folder))
+    architectures.check_numbers(facts, str(folder))
     check_weights(folder, facts)
     return facts
 
 
 def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     """Raises InputError, naming the keys: the configuration does not fit the model, which messages call `where`."""
-    check_numbers(facts, where)
+    architectures.check_numbers(facts, where)
     check_layout(config.train.parallel, facts)
     if device == "cuda" and not te_absent.is_absent():
         check_context(config.train, True, config.device.deterministic)
         if config.train.parallel.context > 1:
-            check_full_attention(facts, where)
+            architectures.check_full_attention(facts, where)
     heads, parts = facts["num_attention_heads"], config.engine.tensor
     if config.retrain is None and heads % parts:
         fact = f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}"
         raise InputError(f"{fact}: choose a smaller one")
     if unused := without_effect(config.train, _without_experts(facts), "train."):
         raise InputError(f"{where}: {'; '.join(unused)}")
-    check_head_size(facts, device, where)
-    check_window(facts, config.train.max_length, where)
+    architectures.check_head_size(facts, device, where)
+    architectures.check_window(facts, config.train.max_length, where)
     context = int(facts["max_position_embeddings"])
     lengths = {"engine.max_model_len": config.engine.max_model_len, "train.max_length": config.train.max_length}
     for name, length in lengths.items():
@@ -70,7 +63,7 @@ def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:
     """Settings of experts that have no effect on this model."""
     if not experts_of(facts):
         reason, names = "a model without experts", (*_OF_ROUTERS, "parallel.expert_tensor")
-    elif architecture_of(facts, "") == "Qwen3MoeForCausalLM":
+    elif architectures.architecture_of(facts, "") == "Qwen3MoeForCausalLM":
         reason, names = "a model whose routers have no biases", ("experts.bias_update_rate",)
     else:
         return []

@@ -72,13 +72,8 @@ def stage_name(
 ) -> str:
     """The name of an evaluation: equal for two that give the same answers and scores. `made_of` are the sources of the
     reward functions: no part with other scores is found under this name."""
-    decides = [
-        settings.model_dump(mode="json"),
-        prepared,
-        served,
-        settings_digest(config.model_dump(mode="json"), Stage.EVALUATE),
-        dict(made_of),
-    ]
+    scoring = settings_digest(config.model_dump(mode="json"), Stage.EVALUATE)
+    decides = [settings.model_dump(mode="json"), prepared, served, scoring, dict(made_of)]
     return PREFIX + value_digest(decides)[:_NAME].translate(_LETTERS)
 
 

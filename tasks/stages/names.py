@@ -29,14 +29,7 @@ WORKFLOW = Workflow(
     holds_state=Stage.TRAIN,
     ends_iteration=Stage.WEIGHT_SYNC,
     selects=Stage.SELECT,
-    behind={
-        Stage.PREPARE: (Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
-        Stage.ROLLOUT: (Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
-        Stage.REWARD: (Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE),
-        Stage.TRAIN: (Stage.WEIGHT_SYNC, Stage.EVALUATE),
-        Stage.WEIGHT_SYNC: (Stage.EVALUATE,),
-        Stage.EVALUATE: (),
-    },
+    behind={Stage.PREPARE: LOOP[3:], **{stage: LOOP[after:] for after, stage in enumerate(LOOP[1:], 2)}},
 )
 """Roles of the stages in storage."""
 

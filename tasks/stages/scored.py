@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
 
-COLUMNS = ("reward", "status", "detail", "reason", "components")  # of a table of scores, in this order in `columns`
+_COLUMNS = ("reward", "status", "detail", "reason", "components")
 REPLACED = "reward_source_replaced"
 """Fact of a reward stage: the former sources of the functions that have changed since the iteration before."""
 
@@ -77,23 +78,13 @@ def too_many(scores: Sequence[Score], limit: float) -> bool:
     return unscored == len(scores) or unscored > failures_allowed(limit, len(scores))
 
 
-def columns(scores: Sequence[Score]) -> list[pa.Array]:
-    """The columns COLUMNS of a table of scores."""
-    named = [None if score.components is None else list(score.components.items()) for score in scores]
-    return [
-        pa.array([score.reward for score in scores], pa.float32()),
-        pa.array([score.status for score in scores], pa.string()),
-        pa.array([score.detail for score in scores], pa.string()),
-        pa.array([score.reason for score in scores], pa.string()),
-        pa.array(named, pa.map_(pa.string(), pa.float32())),
-    ]
-
-
 def with_scores(
     table: pa.Table, scores: Sequence[Score], schema: pa.Schema, more: Mapping[str, pa.Array] | None = None
 ) -> pa.Table:
     """The table of scores in a schema, whose other columns are those of `table` and `more`."""
-    every = {**dict(zip(COLUMNS, columns(scores), strict=True)), **(more or {})}
+    values: dict[str, list[Any]] = {name: list(map(attrgetter(name), scores)) for name in _COLUMNS}
+    values["components"] = [None if one is None else list(one.items()) for one in values["components"]]
+    every = {name: pa.array(column, schema.field(name).type) for name, column in values.items()} | dict(more or {})
     every = {name: every[name] if name in every else table[name].combine_chunks() for name in schema.names}
     return pa.Table.from_arrays(list(every.values()), schema=schema)
 

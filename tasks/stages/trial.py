@@ -1,7 +1,7 @@
 """Trying a reward on stored samples: what it would score, beside what is stored. Writes nothing."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -115,19 +115,16 @@ def _examples(
     places = range(len(scores))
     failed = [place for place in places if scores[place].reward is None]
     changed = [] if stored is None else [place for place in places if _differs(stored[place], scores[place])]
+    chosen = list(dict.fromkeys([*failed, *changed, *places]))[:_EXAMPLES]
     return tuple(
         Example(
-            prompt_id=responses[place].prompt_id,
-            sample_id=responses[place].sample_id,
-            response=responses[place].text,
-            stored=None if stored is None else stored[place],
-            reward=scores[place].reward,
-            components=_table(scores[place].components),
-            detail=scores[place].detail,
+            prompt_id=one.prompt_id,
+            sample_id=one.sample_id,
+            response=one.text,
+            stored=before,
+            reward=score.reward,
+            components=None if score.components is None else dict(score.components),
+            detail=score.detail,
         )
-        for place in list(dict.fromkeys([*failed, *changed, *places]))[:_EXAMPLES]
+        for one, score, before in ((responses[at], scores[at], None if stored is None else stored[at]) for at in chosen)
     )
-
-
-def _table(components: Mapping[str, float] | None) -> dict[str, float] | None:
-    return None if components is None else dict(components)
