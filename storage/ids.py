@@ -45,8 +45,6 @@ def is_run_name(name: str) -> bool:
 def check_run_name(name: str) -> str:
     """Return `name` if it can be the id of a run. Raises InputError, with the rule, if not."""
     if not is_run_name(name):
-        raise InputError(
-            f"run name {name!r} cannot be used: give 1 to 63 characters of a-z, 0-9, '.', '_' and '-', "
-            "starting with a letter or a digit"
-        )
+        fact = f"run name {name!r} cannot be used: give 1 to 63 characters of a-z, 0-9, '.', '_' and '-'"
+        raise InputError(f"{fact}, starting with a letter or a digit")
     return name

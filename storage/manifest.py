@@ -237,10 +237,8 @@ def load(root: Root, key: str) -> Manifest:
     text = records.unseal(root.read_bytes(key), where)
     manifest = records.parse(text, Manifest, where)
     if manifest.key != key:
-        raise SchemaMismatch(
-            f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand. "
-            "Remove it, or restore the original"
-        )
+        fact = f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand"
+        raise SchemaMismatch(f"{fact}. Remove it, or restore the original")
     if foreign := _foreign(manifest):
         raise SchemaMismatch(f"{where} {foreign}. Restore the manifest from a copy")
     return manifest

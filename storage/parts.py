@@ -196,7 +196,5 @@ def _missing(root: Root, part: Part) -> PartMissing:
 
 def _compare(part: Part, digest: str, root: Root) -> None:
     if digest != part.digest:
-        raise DigestMismatch(
-            f"{root.url}/{part.key} is damaged: xxh3-128 {digest} was read, {part.digest} was written. "
-            "Restore the object, or do the stage again"
-        )
+        fact = f"{root.url}/{part.key} is damaged: xxh3-128 {digest} was read, {part.digest} was written"
+        raise DigestMismatch(f"{fact}. Restore the object, or do the stage again")

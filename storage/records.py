@@ -41,10 +41,8 @@ def parse[M: BaseModel](text: bytes, kind: type[M], where: str) -> M:
     except ValidationError as error:
         flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
         more = f" (and {len(flaws) - _SHOWN} more)" if len(flaws) > _SHOWN else ""
-        raise SchemaMismatch(
-            f"{where} is not a {kind.__name__} that this version reads: {'; '.join(flaws[:_SHOWN])}{more}. "
-            "Restore it from a copy, or read it with the Ratchet that wrote it"
-        ) from error
+        fact = f"{where} is not a {kind.__name__} that this version reads: {'; '.join(flaws[:_SHOWN])}{more}"
+        raise SchemaMismatch(f"{fact}. Restore it from a copy, or read it with the Ratchet that wrote it") from error
 
 
 def seal(record: BaseModel, key: str | None = None) -> bytes:

@@ -102,10 +102,8 @@ def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[
     scores = REWARD.empty_table() if reward is None else read_table(root, reward, REWARD)
     keys = sample_keys(scores)
     if len(keys) != len(pc.unique(keys)):  # pyright: ignore[reportAttributeAccessIssue] - made at import
-        raise StorageError(
-            f"the scores of iteration {rollout.iteration} of run {rollout.run} have a sample twice: "
-            "`ratchet verify` shows what is wrong"
-        )
+        fact = f"the scores of iteration {rollout.iteration} of run {rollout.run} have a sample twice"
+        raise StorageError(f"{fact}: `ratchet verify` shows what is wrong")
     for part in rollout.parts:
         if part.rows is not None:
             samples = read_parts(root, [part], ROLLOUT)

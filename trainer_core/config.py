@@ -297,10 +297,8 @@ def check_layout(parallel: ParallelConfig, model: Mapping[str, Any]) -> None:
     for what, amount in divisors.items():
         if amount % parallel.tensor:
             fitting = [number for number in range(1, min(amount, 64) + 1) if amount % number == 0]
-            raise InputError(
-                f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}: choose "
-                f"one of {fitting}"
-            )
+            fact = f"the model's {what} ({amount}) cannot be divided by train.parallel.tensor = {parallel.tensor}"
+            raise InputError(f"{fact}: choose one of {fitting}")
     check_experts(parallel, experts_of(model))
 
 

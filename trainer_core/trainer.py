@@ -220,10 +220,8 @@ class Trainer(TrainerProtocol):
         facts = read_facts(directory)
         check_modules(directory, facts, self._transformer_engine)
         if facts.precision != self._config.precision:
-            raise InputError(
-                f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}; "
-                "use the state's precision"
-            )
+            fact = f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}"
+            raise InputError(f"{fact}; use the state's precision")
         return facts
 
     def _reference_logprobs(self, samples: Samples, temperature: float) -> Vector:
@@ -235,10 +233,8 @@ class Trainer(TrainerProtocol):
     def _check_length(self, sequences: Sequences) -> None:
         longest = int(sequences.lengths.max(initial=0))
         if longest > self._config.max_length:
-            raise InputError(
-                f"a sequence has {longest} tokens, but the trainer's max_length is {self._config.max_length}; "
-                "shorten prompts or responses, or raise max_length"
-            )
+            fact = f"a sequence has {longest} tokens, but the trainer's max_length is {self._config.max_length}"
+            raise InputError(f"{fact}; shorten prompts or responses, or raise max_length")
 
     def _live_optimizer(self) -> Optimizer:
         if self._optimizer is None:

@@ -102,10 +102,8 @@ def located_function(name: str, folder: Path | None, key: str) -> str:
         looked = " or ".join(str(place) for place in places)
         raise InputError(f"{key} {name!r}: there is no file {file} in {looked}. Give the path of the file")
     if any(other.read_bytes() != found[0].read_bytes() for other in found[1:]):
-        raise InputError(
-            f"{key} {name!r}: {found[0]} and {found[1]} are different files. Remove or rename one of them, or give "
-            "the path of the one that is meant"
-        )
+        fact = f"{key} {name!r}: {found[0]} and {found[1]} are different files"
+        raise InputError(f"{fact}. Remove or rename one of them, or give the path of the one that is meant")
     return f"{found[0]}:{function}"
 
 
@@ -188,10 +186,8 @@ def _text(name: str, file: str, key: str) -> str:
 def _entry_point(name: str, key: str, group: str) -> str:
     known = _entry_points(group)
     if name not in known:
-        raise InputError(
-            f"{key} {name!r} is unknown: installed are {', '.join(sorted(known)) or 'none'}; "
-            "or give file.py:function or package.module:function"
-        )
+        fact = f"{key} {name!r} is unknown: installed are {', '.join(sorted(known)) or 'none'}"
+        raise InputError(f"{fact}; or give file.py:function or package.module:function")
     return known[name]
 
 

@@ -55,10 +55,8 @@ def newest(root: Root, run: str) -> Entry | None:
         try:
             return read(root, run, number)
         except (DigestMismatch, SchemaMismatch) as error:
-            raise type(error)(
-                f"it is not known which process drives run {run}: {error}. If none does, `ratchet unlock {run} "
-                "--force` frees the run"
-            ) from error
+            fact = f"it is not known which process drives run {run}: {error}"
+            raise type(error)(f"{fact}. If none does, `ratchet unlock {run} --force` frees the run") from error
         except NotCommitted:  # removed since it was listed
             later = newest_number(root, run)
             if later == number:

@@ -262,10 +262,8 @@ def _contents(root: Root, run: str, recorded: Names) -> tuple[Contents, list[tup
 def _retirement(root: Root, key: str, manifest: Manifest | None) -> Retired:
     record = records.read(root, key, Retired)
     if manifest is not None and record.manifest != manifest.digest:
-        raise WrongRecord(
-            f"{root.url}/{key} says that manifest {record.manifest} was retired, and {manifest.digest} is there: it "
-            "was copied by hand. Remove it, or restore the original"
-        )
+        fact = f"{root.url}/{key} says that manifest {record.manifest} was retired, and {manifest.digest} is there"
+        raise WrongRecord(f"{fact}: it was copied by hand. Remove it, or restore the original")
     return record
 
 

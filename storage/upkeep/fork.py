@@ -207,10 +207,8 @@ class _New:
         return copy
 
     def _begun(self, why: str) -> InputError:
-        return InputError(
-            f"run {self.run!r} was begun otherwise, {why}: give the new run another name, or remove what is there with "
-            f"`ratchet rm {self.run}`"
-        )
+        fact = f"run {self.run!r} was begun otherwise, {why}: give the new run another name"
+        return InputError(f"{fact}, or remove what is there with `ratchet rm {self.run}`")
 
     def _described(self, originals: Sequence[tuple[Manifest, int]], retired: Collection[str], iteration: int) -> Forked:
         parts = {part.key: part.bytes for one, _ in originals if one.key not in retired for part in one.parts}
@@ -235,10 +233,8 @@ class _New:
             check_not_removed(self.source, self.parent)
             if self.source.exists(layout.retired_key(original.key)):
                 return False
-            raise PartMissing(
-                f"run {self.run!r} cannot begin from run {self.parent!r}, which lacks a part: {error}. Choose an "
-                "iteration before it, or restore the object"
-            ) from error
+            fact = f"run {self.run!r} cannot begin from run {self.parent!r}, which lacks a part: {error}"
+            raise PartMissing(f"{fact}. Choose an iteration before it, or restore the object") from error
         return True
 
     def _fetch(self, original: Manifest, copy: Manifest) -> None:
@@ -254,10 +250,8 @@ class _New:
 
     def _not_kept(self, iteration: int) -> InputError:
         kept = names(self.source, self.parent).kept(self.workflow.holds_state)
-        return InputError(
-            f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are. "
-            "Choose one of them"
-        )
+        fact = f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are"
+        return InputError(f"{fact}. Choose one of them")
 
 
 def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:

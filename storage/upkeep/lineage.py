@@ -141,10 +141,8 @@ def parse_sample(text: str) -> tuple[str, int]:
     """Prompt id, which may hold '/' and '@', and sample id of `PROMPT_ID/SAMPLE_ID`. Raises InputError."""
     prompt_id, _, sample_id = text.rpartition("/")
     if not (prompt_id and sample_id.isascii() and sample_id.isdigit()):
-        raise InputError(
-            f"--sample {text!r} is not of the form PROMPT_ID/SAMPLE_ID; its iteration is named with the run, as in "
-            "my-run@6"
-        )
+        fact = f"--sample {text!r} is not of the form PROMPT_ID/SAMPLE_ID"
+        raise InputError(f"{fact}; its iteration is named with the run, as in my-run@6")
     return prompt_id, int(sample_id)
 
 

@@ -97,17 +97,13 @@ def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str,
 def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
     iteration, stage = wanted.iteration, wanted.stage
     if stage == workflow.prepares or (iteration, stage) == (0, workflow.holds_state):
-        raise InputError(
-            f"{stage} of iteration {iteration} is what all of run {run!r} is made from: start a new run with "
-            "another --run instead"
-        )
+        fact = f"{stage} of iteration {iteration} is what all of run {run!r} is made from"
+        raise InputError(f"{fact}: start a new run with another --run instead")
     if stage not in workflow.behind:
         raise InputError(f"{stage} cannot be done again, only {', '.join(sorted(workflow.behind))}")
     if (iteration, stage) not in recorded.newest:
-        raise InputError(
-            f"{stage} of iteration {iteration} of run {run!r} is not finished, so it cannot be done again: "
-            f"`ratchet show {run}` lists what is"
-        )
+        fact = f"{stage} of iteration {iteration} of run {run!r} is not finished, so it cannot be done again"
+        raise InputError(f"{fact}: `ratchet show {run}` lists what is")
     from_state = workflow.holds_state in (stage, *workflow.behind[stage])
     if wanted.cascade or stage != workflow.scores:  # scores alone need no weights
         _check_kept(workflow, run, iteration - from_state, recorded)

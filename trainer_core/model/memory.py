@@ -47,10 +47,8 @@ class Residence:
         """Free device memory of these kinds; returns the bytes. Nothing may be computing with it. Raises
         AccumulationPending: gradients are to be dropped that no update has used; nothing was freed."""
         if wanted.drop_gradients and self.accumulating:
-            raise AccumulationPending(
-                "gradients are to be dropped, but they belong to an update that was not taken yet: take it, or begin "
-                "another pass, before train.memory.drop_gradients takes effect"
-            )
+            fact = "gradients are to be dropped, but they belong to an update that was not taken yet: take it"
+            raise AccumulationPending(f"{fact}, or begin another pass, before train.memory.drop_gradients takes effect")
         torch.cuda.synchronize()  # kernels on any stream may still use them
         freed = 0
         if wanted.drop_gradients and not self._gradients_dropped:

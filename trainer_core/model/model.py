@@ -286,10 +286,8 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (ValueError, AssertionError) as error:
-        raise InputError(
-            f"Megatron refuses the model, its layout or its settings: {error}. Change [train.parallel] or "
-            "[train.megatron]"
-        ) from error
+        fact = f"Megatron refuses the model, its layout or its settings: {error}"
+        raise InputError(f"{fact}. Change [train.parallel] or [train.megatron]") from error
 
 
 def _wrap(

@@ -94,10 +94,8 @@ class Graphs:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
                 results = work()
         except (torch.AcceleratorError, RuntimeError) as error:
-            raise RatchetError(
-                f"the kernels of a micro-batch cannot be recorded as a CUDA graph: {error}. Set "
-                "train.megatron.cuda_graphs = false"
-            ) from error
+            fact = f"the kernels of a micro-batch cannot be recorded as a CUDA graph: {error}"
+            raise RatchetError(f"{fact}. Set train.megatron.cuda_graphs = false") from error
         self._pace.recording = time.perf_counter() - clock
         self._replays = [(_mark(), 0)]
 

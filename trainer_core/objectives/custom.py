@@ -85,10 +85,8 @@ class _Call:
         return InputError(f"{_named(self.key, self.target)} {reason}{self.line}")
 
     def not_finite(self, count: int, of: int) -> NumericsError:
-        return NumericsError(
-            f"{_named(self.key, self.target)} returns {count} of {of} values that are not finite{self.line}; the "
-            "update was not applied"
-        )
+        fact = f"{_named(self.key, self.target)} returns {count} of {of} values that are not finite{self.line}"
+        return NumericsError(f"{fact}; the update was not applied")
 
 
 @functools.cache

@@ -86,10 +86,8 @@ def _own_words(digest: str, rank: int, world_size: int) -> torch.Tensor:
 def _check(kinds: list[_Kind], whole: list[list[int]]) -> None:
     for (name, _, shape), (_, elements, padding) in zip(kinds, whole, strict=True):
         if elements != math.prod(shape):
-            raise RatchetError(
-                f"the ranks own {elements} elements of {name}, whose shape is {shape}: the state is not saved. "
-                "Report this, with the model and the layout"
-            )
+            fact = f"the ranks own {elements} elements of {name}, whose shape is {shape}: the state is not saved"
+            raise RatchetError(f"{fact}. Report this, with the model and the layout")
         if padding:
             raise RatchetError(
                 f"{padding} elements of {name} belong to no token (the vocabulary is padded) and are not zero: the "

@@ -184,10 +184,8 @@ class SavedState:
                 found[common.within(region)] = values
                 covered += math.prod(common.shape)
         if covered != math.prod(region.shape):
-            raise StorageError(
-                f"the train state at {self.folder} has {covered} of the elements {region} of {name}, which has the "
-                f"shape {tensor.size}: it is of another model, or not whole"
-            )
+            fact = f"the train state at {self.folder} has {covered} of the elements {region} of {name}"
+            raise StorageError(f"{fact}, which has the shape {tensor.size}: it is of another model, or not whole")
         return found
 
     def _add(self, path: Path) -> None:
@@ -199,10 +197,8 @@ class SavedState:
             box = Region(tuple(map(int, filter(None, start.split(",")))), tuple(values.shape))
             tensor = self.tensors.setdefault(name, SavedTensor(tuple(shapes[name]), values.dtype))
             if not box.inside(tensor.size) or (tuple(shapes[name]), values.dtype) != (tensor.size, tensor.dtype):
-                raise ValueError(
-                    f"{key} is {values.dtype} {box.shape} of {shapes[name]}, which is no box of the {tensor.dtype} "
-                    f"{tensor.size} of the other files"
-                )
+                fact = f"{key} is {values.dtype} {box.shape} of {shapes[name]}"
+                raise ValueError(f"{fact}, which is no box of the {tensor.dtype} {tensor.size} of the other files")
             tensor.boxes[box] = file
 
 

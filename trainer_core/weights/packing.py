@@ -111,16 +111,12 @@ def packed(bucket: Bucket, planned: Sequence[PlannedTensor], tensors: Mapping[st
     places = dict(views(planned, arena))
     missing, unknown = sorted(places.keys() - tensors.keys()), sorted(tensors.keys() - places.keys())
     if missing or unknown:
-        raise SyncMismatch(
-            f"bucket {bucket.number} of a weight update: {missing or 'nothing'} missing, {unknown or 'nothing'} was "
-            "sent without being planned"
-        )
+        fact = f"bucket {bucket.number} of a weight update: {missing or 'nothing'} missing"
+        raise SyncMismatch(f"{fact}, {unknown or 'nothing'} was sent without being planned")
     for name, place in places.items():
         tensor = tensors[name]
         if (tensor.dtype, tensor.shape) != (place.dtype, place.shape):
-            raise SyncMismatch(
-                f"tensor {name} was sent as {dtype_name(tensor.dtype)} {list(tensor.shape)}, but is planned as "
-                f"{dtype_name(place.dtype)} {list(place.shape)}"
-            )
+            fact = f"tensor {name} was sent as {dtype_name(tensor.dtype)} {list(tensor.shape)}"
+            raise SyncMismatch(f"{fact}, but is planned as {dtype_name(place.dtype)} {list(place.shape)}")
         place.copy_(tensor)
     return arena

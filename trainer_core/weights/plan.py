@@ -226,10 +226,8 @@ def _differ(name: str, one: Row | None, two: Row | None, who: str) -> SyncMismat
         "nothing" if row is None else str([f"{part.name} {part.dtype} {list(part.shape)}" for part in row.tensors])
         for row in (one, two)
     ]
-    return SyncMismatch(
-        f"{who} of the trainer do not hold the same {name}: {held[0]} and {held[1]}; nothing was sent. Start the "
-        "trainer again from the last state, and report this if it comes back"
-    )
+    fact = f"{who} of the trainer do not hold the same {name}: {held[0]} and {held[1]}; nothing was sent"
+    return SyncMismatch(f"{fact}. Start the trainer again from the last state, and report this if it comes back")
 
 
 def _layers(owned: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, list[Named]]]:
