@@ -62,8 +62,8 @@ PLAN = (
         "biases-stay-rounded",
         "biases of routers that something has cast, which megatron-bridge itself does not, are sent in low precision",
         "trainer_core/model/model.py",
-        "        self._restore_float32()\n",
-        "",
+        "part._maintain_float32_expert_bias()",
+        "pass",
         (f"{_FAULTS}biases_of_routers_are_sent_in_the_type_in_which_they_are_used",),
     ),
     Mutant(

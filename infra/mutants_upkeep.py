@@ -29,8 +29,8 @@ UPKEEP = (
         "gc-beside-takes-the-lease-apart",
         "beside a run, entries of its lease are deleted",
         "storage/upkeep/beside.py",
-        '        if key.startswith(f"{layout.lease_folder(self.run)}/"):\n            return False\n',
-        "",
+        'leased = one.key.startswith(f"{layout.lease_folder(self.run)}/")',
+        "leased = False",
         _BESIDE,
     ),
     Mutant(

@@ -13,7 +13,7 @@ import sysconfig
 import tomllib
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -48,7 +48,9 @@ class UserFunction:
         if self.attribute not in vars(module):
             raise AttributeError(f"{Path(self.place).name} has no {self.attribute!r}")
         function = vars(module)[self.attribute]
-        return Loaded(function, _digest(self, Path(_file_of(function) or inspect.getfile(module)), before))
+        code = inspect.unwrap(function) if callable(function) else function
+        file = code.__code__.co_filename if isinstance(code, types.FunctionType) else inspect.getfile(module)
+        return Loaded(function, _digest(self, Path(file), before))
 
 
 @dataclass(frozen=True)
@@ -208,11 +210,6 @@ def _executed(place: str, text: str) -> types.ModuleType:
     sys.path.insert(0, str(Path(place).parent))
     exec(compile(text, place, "exec"), vars(module))
     return module
-
-
-def _file_of(function: Callable[..., Any]) -> str | None:
-    code = inspect.unwrap(function) if callable(function) else function
-    return code.__code__.co_filename if isinstance(code, types.FunctionType) else None
 
 
 def _digest(target: UserFunction, file: Path, before: Set[str]) -> str:

@@ -56,15 +56,12 @@ class _Beside:
                 return
             settled = self._settled({one.key for one in some})
             for one in some:
-                if one.upload is not None or self._may_go(one.key, settled):
+                # the driver prunes its lease itself: where entries are missing, a process that was frozen could append
+                leased = one.key.startswith(f"{layout.lease_folder(self.run)}/")
+                waits = layout.is_part(one.key) and not layout.is_temporary(one.key) and one.key not in settled
+                if one.upload is not None or not (leased or waits):
                     drop(self.root, one)
                     yield one
-
-    def _may_go(self, key: str, settled: set[str]) -> bool:
-        # the driver prunes its lease itself: where entries are missing, a process that was frozen could append
-        if key.startswith(f"{layout.lease_folder(self.run)}/"):
-            return False
-        return key in settled if layout.is_part(key) and not layout.is_temporary(key) else True
 
     def _settled(self, keys: Iterable[str]) -> set[str]:
         """The parts of iterations in which no stage is in progress, and which nothing names by now."""

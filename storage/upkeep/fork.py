@@ -168,7 +168,9 @@ class _New:
             if not kept and (original.stage, original.iteration) == (self.workflow.holds_state, iteration):
                 raise self._not_kept(iteration)
             if not kept:
-                self._retire(original, copy)
+                record = records.read(self.source, layout.retired_key(original.key), Retired)
+                update = {"manifest": copy.digest, "keys": tuple(part.key for part in copy.parts)}
+                records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
         for copy in copies:
             try:
                 commit(self.root, copy)
@@ -242,11 +244,6 @@ class _New:
         with scratch() as folder:
             materialize(self.source, original, folder)
             each(lambda part: writer.store_file(part, folder / part.name), copy.parts, _COPIERS)
-
-    def _retire(self, original: Manifest, copy: Manifest) -> None:
-        record = records.read(self.source, layout.retired_key(original.key), Retired)
-        update = {"manifest": copy.digest, "keys": tuple(part.key for part in copy.parts)}
-        records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
 
     def _not_kept(self, iteration: int) -> InputError:
         kept = names(self.source, self.parent).kept(self.workflow.holds_state)

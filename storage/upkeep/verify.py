@@ -1,5 +1,6 @@
 """Reading everything that a run has stored, and naming what is not as it was written."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
@@ -149,14 +150,10 @@ def _leases(root: Root, run: str) -> Iterator[Finding]:
     numbers = map(layout.lease_number, root.keys(layout.lease_folder(run)))
     by_key = {layout.lease_key(run, number): number for number in numbers if number is not None}
     yield from _unreadable(list(by_key), lambda key: log.read(root, run, by_key[key]))
-    yield from _unreadable([layout.revision_folder(run)], lambda _: log.check_choices(root, run, _newest(root, run)))
-
-
-def _newest(root: Root, run: str) -> log.Entry | None:
-    try:
-        return log.newest(root, run)
-    except (DigestMismatch, SchemaMismatch):  # named with the other entries
-        return None
+    newest = None
+    with contextlib.suppress(DigestMismatch, SchemaMismatch):  # named with the other entries
+        newest = log.newest(root, run)
+    yield from _unreadable([layout.revision_folder(run)], lambda _: log.check_choices(root, run, newest))
 
 
 def _strays(root: Root, run: str) -> Iterator[Finding]:

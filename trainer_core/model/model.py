@@ -85,7 +85,10 @@ class Model:
         overlapped = [chunk for chunk in self.chunks if chunk.ddp_config.overlap_param_gather]
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
-        self._restore_float32()
+        if self.dtype != torch.float32 and self.config.num_moe_experts:
+            for part in (part for module in self.modules for part in walk(module)):
+                if isinstance(part, TopKRouter):
+                    part._maintain_float32_expert_bias()
         before = self._versions()
         try:
             yield
@@ -117,14 +120,6 @@ class Model:
                 for buffer, value in zip(buffers, before, strict=True):
                     buffer.copy_(value)
             raise
-
-    def _restore_float32(self) -> None:
-        """Make the biases of routers float32 again: a cast of a whole module to low precision changes them too."""
-        if self.dtype == torch.float32 or not self.config.num_moe_experts:
-            return
-        for part in (part for module in self.modules for part in walk(module)):
-            if isinstance(part, TopKRouter):
-                part._maintain_float32_expert_bias()
 
     def _versions(self) -> list[int]:
         """torch's counts of in-place changes of each tensor."""

@@ -73,7 +73,10 @@ class Graphs:
 
     def first(self, work: Work) -> list[Report]:
         torch.cuda.synchronize()
-        self._learn()
+        if len(self._replays) > 1:  # of the previous pass of this kind, which has ended
+            (first, _), (last, _) = self._replays[0], self._replays[-1]
+            self._pace.position = first.elapsed_time(last) / 1e3 / sum(size for _, size in self._replays)
+        self._replays = []
         begun, clock = _mark(), time.perf_counter()
         results = work()
         self._pace.launch = time.perf_counter() - clock
@@ -104,13 +107,6 @@ class Graphs:
             self._replays.append((_mark(), positions))
 
         return results, again
-
-    def _learn(self) -> None:
-        """Measure the device's time in the previous pass of this kind, which has ended."""
-        if len(self._replays) > 1:
-            (begun, _), (ended, _) = self._replays[0], self._replays[-1]
-            self._pace.position = begun.elapsed_time(ended) / 1e3 / sum(size for _, size in self._replays)
-        self._replays = []
 
 
 def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:

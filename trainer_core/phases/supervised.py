@@ -4,16 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from storage.errors import InputError
 from trainer_core.batches.sequences import SupervisedExamples
-from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Objective, Passes
 from trainer_core.objectives.losses import likelihood_loss
-from trainer_core.objectives.tokens import TokenLoss, Tokens
+from trainer_core.objectives.tokens import Tokens
 from trainer_core.phases.update import apply_loss, mean_auxiliary_loss
 from trainer_core.progress import reported, told_whole
 
@@ -34,7 +32,9 @@ class SupervisedPhase:
         if not len(examples):
             raise InputError("the supervised phase has no examples; give some, or set its steps to 0")
         weights = np.ones(len(examples), dtype=np.float32)
-        objective = Objective(_cross_entropy, temperature=1.0, entropy="none")
+        objective = Objective(
+            lambda batch, logprobs, _: likelihood_loss(Tokens(logprobs, batch.segments, batch.values)), 1.0, "none"
+        )
         updates, tokens = [], 0
         chosen = list(batches(len(examples), batch_size, steps, self.seed))
         for rows in told_whole(chosen, "steps", lambda: f"loss {updates[-1].loss:.4g}" if updates else ""):
@@ -53,10 +53,6 @@ class SupervisedPhase:
             **mean_auxiliary_loss(updates),
             **{f"{STEP}{number + 1}": updates[number].loss for number in reported(steps)},
         }
-
-
-def _cross_entropy(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:
-    return likelihood_loss(Tokens(logprobs, batch.segments, batch.values))
 
 
 def batches(count: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:

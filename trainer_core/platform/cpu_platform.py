@@ -63,7 +63,13 @@ def _megatron_replacements() -> Iterator[tuple[Any, str, object]]:
     yield rng, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     # makes lists of the numbers of tokens that experts exchange only of those that are on a GPU
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
-    yield dispatcher, "maybe_move_tensor_to_cpu", _counts_on_host
+    yield (
+        dispatcher,
+        "maybe_move_tensor_to_cpu",
+        lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        ),
+    )
     # gloo exchanges tensors of equal sizes alone, and experts get as many tokens as were chosen for them
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     uneven = {"_gather_along_first_dim": _gather_uneven, "_reduce_scatter_along_first_dim": _reduce_scatter_uneven}
@@ -110,10 +116,6 @@ def _reduce_scatter_uneven(tensor: torch.Tensor, group: Any, sizes: list[int]) -
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()]
-
-
-def _counts_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:

@@ -39,7 +39,13 @@ class Identifier:
             everyones: list[set[_Kind]] = [set()] * dist.get_world_size()
             dist.all_gather_object(everyones, own)
             self._kinds = sorted(set().union(*everyones))
-        sums = _sums(shards, [name for name, _, _ in self._kinds], device)  # (tensors, 3)
+        # of each tensor the sum of its words, the number of elements, and of those in the padding that are not zero
+        sums = torch.zeros((len(self._kinds), 3), dtype=torch.int64, device=device)
+        rows = {name: row for row, (name, _, _) in enumerate(self._kinds)}
+        for shard in shards:
+            for begin in range(0, shard.values.numel(), _CHUNK):
+                part = _partial(shard.box, shard.first + begin, shard.values[begin : begin + _CHUNK])
+                sums[rows[shard.box.name]] += part
         table = torch.cat((sums.reshape(-1), _own_words(generators, rank, dist.get_world_size()).to(device)))
         dist.all_reduce(table)  # wraps around like the sums themselves
         whole = table[: sums.numel()].view(-1, 3).tolist()
@@ -52,17 +58,6 @@ class Identifier:
             progress=value_digest(facts.progress()),
             generators=value_digest([facts.layout(), words]),
         )
-
-
-def _sums(shards: list[Shard], names: list[str], device: torch.device) -> torch.Tensor:
-    """For each tensor the sum of its words, the number of elements, and of those in the padding that are not zero."""
-    found = torch.zeros((len(names), 3), dtype=torch.int64, device=device)
-    rows = {name: row for row, name in enumerate(names)}
-    for shard in shards:
-        row = found[rows[shard.box.name]]
-        for begin in range(0, shard.values.numel(), _CHUNK):
-            row += _partial(shard.box, shard.first + begin, shard.values[begin : begin + _CHUNK])
-    return found
 
 
 def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,11 @@ class Update:
         _settle(self._mesh)
         buckets = self.plan.buckets
         whole = [bucket for bucket in buckets if self._planned[bucket.number][0].name in self._exported]
-        parcels = {bucket.number: self._parcel(bucket) for bucket in buckets[: len(buckets) - len(whole)]}
+        parcels = {}
+        for bucket in buckets[: len(buckets) - len(whole)]:
+            planned = self._planned[bucket.number]
+            held = [one for tensor in planned if (one := self._conversions.get(tensor.name)) is not None]
+            parcels[bucket.number] = Parcel(planned, list({id(one): one for one in held}.values()))
         own = [number for number in parcels if buckets[number].sender == self._mesh.rank]
         with BucketSender(channel, self.plan, self._mesh, self._digests) as sender, torch.no_grad():
             for number, parcel in parcels.items():
@@ -73,12 +77,6 @@ class Update:
                 self._carry_exported(sender, whole)
             sender.finish()
             return sender
-
-    def _parcel(self, bucket: Bucket) -> Parcel:
-        """This rank's part of a bucket."""
-        planned = self._planned[bucket.number]
-        held = {id(one): one for tensor in planned if (one := self._conversions.get(tensor.name)) is not None}
-        return Parcel(planned, list(held.values()))
 
     def _carry(self, sender: BucketSender, bucket: Bucket, parcel: Parcel) -> None:
         """Send a bucket, or send this rank's shards to its sender."""
