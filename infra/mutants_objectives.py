@@ -94,8 +94,8 @@ OBJECTIVES = (
         "correction-forgotten",
         "the loss is not weighted with the importance weights",
         "trainer_core/objectives/losses.py",
-        "    if not isinstance(policy.correction, NoCorrection):\n        total",
-        "    if False:\n        total",
+        "    if not isinstance(policy.correction, NoCorrection):\n        old",
+        "    if False:\n        old",
         _OWN,
     ),
     Mutant(

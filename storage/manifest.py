@@ -135,9 +135,8 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         """Identity of the content: equal for two attempts or revisions that produced the same result. Raises
         StageFailed if a fact is not finite."""
         if unusable := _unusable_fact(self.facts):
-            raise StageFailed(
-                f"{self.stage} of iteration {self.iteration} of run {self.run} is not committed: {unusable}"
-            )
+            work = f"{self.stage} of iteration {self.iteration} of run {self.run}"
+            raise StageFailed(f"{work} is not committed: {unusable}")
         named = _IDENTITY if self.content is None else _IDENTITY_OF_CONTENT
         return value_digest(self.model_dump(mode="json", include=named))
 
@@ -169,9 +168,8 @@ def commit(root: Root, manifest: Manifest, fence: Fence | None = None) -> Manife
     if (name := _not_finite(manifest.metrics)) is not None:  # a copy with changed fields is not validated
         raise StageFailed(f"{manifest.key} is not committed: metric {name!r} is {manifest.metrics[name]}")
     if foreign := _foreign(manifest):
-        raise StorageError(
-            f"{manifest.key} {foreign}, and its cleaning looks at no others. Store the part with the stage"
-        )
+        fact = f"{manifest.key} {foreign}, and its cleaning looks at no others"
+        raise StorageError(f"{fact}. Store the part with the stage")
     if fence is not None:
         fence.check()
         manifest = manifest.model_copy(update={"epoch": fence.epoch})

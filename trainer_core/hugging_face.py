@@ -84,9 +84,8 @@ class StoredWeights:
     def _entry(self, stored: str, name: str, region: Region, axes: int) -> Entry:
         mapping = self._registry.megatron_to_hf_lookup(name)
         if mapping is None:
-            raise StorageError(
-                f"megatron-bridge does not know {name}, which is {stored} in the state: use the pinned versions"
-            )
+            fact = f"megatron-bridge does not know {name}, which is {stored} in the state"
+            raise StorageError(f"{fact}: use the pinned versions")
         split = self._split(mapping, name)
         dtype = self._state.tensors[stored].dtype
         parts = split(torch.empty(region.shape[axes:], dtype=dtype, device="meta"))
@@ -99,9 +98,7 @@ class StoredWeights:
             config = self._config
             return lambda one: tuple((maps.split_qkv_biases if one.ndim == 1 else maps.split_qkv_weights)(config, one))
         if type(mapping) is maps.GatedMLPMapping:
-            return lambda fused: tuple(
-                fused.chunk(2)
-            )  # the gate's rows come first, whatever the layout that saved them
+            return lambda fused: tuple(fused.chunk(2))  # the gate's rows come first, whatever layout saved them
         if type(mapping) is maps.RMSNorm2ZeroCenteredRMSNormMapping:
             return lambda weight: (weight + 1,)
         if type(mapping) in _UNCHANGED and not vars(mapping).get("permute_dims"):

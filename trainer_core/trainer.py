@@ -79,9 +79,8 @@ class Trainer(TrainerProtocol):
             identity = self._saver.identity(self._optimizer, facts)
         self._step = facts.step
         self._generators = "restored" if restore_rng else "reseeded"
-        return LoadedState(
-            facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, identity
-        )
+        generators, updates = self._generators, facts.optimizer_updates
+        return LoadedState(facts.step, generators, facts.parallel, facts.optimizer, updates, identity)
 
     def save(self, directory: Path) -> SavedFiles:
         optimizer = self._live_optimizer()

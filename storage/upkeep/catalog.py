@@ -273,9 +273,7 @@ def summaries(root: Root) -> list[RunSummary]:
     there, others = ([name for name, is_run in found.items() if is_run is wanted] for wanted in (True, False))
     left = each(lambda name: root.exists(layout.removal_key(name)), others, _READERS)
     text = "its removal was begun and is not finished: `ratchet rm {}` finishes it"
-    gone = [
-        RunSummary(run=name, iteration=None, damaged=text.format(name)) for name in itertools.compress(others, left)
-    ]
+    gone = [RunSummary(run=one, iteration=None, damaged=text.format(one)) for one in itertools.compress(others, left)]
     return sorted([*each(lambda run: _summary(root, run), there, _READERS), *gone], key=lambda one: one.run)
 
 

@@ -132,7 +132,6 @@ def uses_graphs(config: TrainerConfig, platform: Platform, deterministic: bool, 
     }
     reasons = [reason for reason, applies in in_the_way.items() if applies]
     if megatron.cuda_graphs and reasons:
-        raise InputError(
-            f"train.megatron.cuda_graphs = true, but micro-batches cannot be recorded: {', '.join(reasons)}"
-        )
+        fact = "train.megatron.cuda_graphs = true, but micro-batches cannot be recorded"
+        raise InputError(f"{fact}: {', '.join(reasons)}")
     return megatron.cuda_graphs is not False and not reasons

@@ -88,9 +88,7 @@ class _VocabParallel(torch.autograd.Function):
         gradient = torch.empty_like(logits)  # (R, V/tp)
         gradient[:, ctx.real :] = 0
         for rows in _chunks(logits):
-            columns = (
-                value[rows].unsqueeze(-1) for value in (normalizer, grad_chosen, entropy, grad_entropy)
-            )  # (C, 1)
+            columns = (one[rows].unsqueeze(-1) for one in (normalizer, grad_chosen, entropy, grad_entropy))  # (C, 1)
             step(gradient[rows, : ctx.real], logits[rows, : ctx.real], ctx.temperature, *columns)
         # at the targets 1 - p is needed exactly, also where p is nearly 1 and the gradient is of low precision
         at_target = -torch.expm1(chosen) * grad_chosen - chosen.exp() * grad_entropy * (chosen + entropy)

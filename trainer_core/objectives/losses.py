@@ -17,9 +17,8 @@ def policy_loss(policy: PolicyConfig, loss: Loss, tokens: Tokens) -> TokenLoss:
     result = loss(tokens)
     total = result.loss
     if not isinstance(policy.correction, NoCorrection):
-        total = total * importance_weights(
-            policy.correction, tokens.old_logprobs, tokens.behaviour_logprobs, tokens.responses
-        )
+        old, behaviour = tokens.old_logprobs, tokens.behaviour_logprobs
+        total = total * importance_weights(policy.correction, old, behaviour, tokens.responses)
     if policy.kl_coefficient and policy.kl_in == "loss" and "reference_logprobs" in tokens.values:
         ratio = bounded_log_ratio(tokens.reference_logprobs, tokens.logprobs)
         total = total + policy.kl_coefficient * kl_estimate(ratio, policy.kl_estimator)

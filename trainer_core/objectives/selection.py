@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.batches.sequences import Samples
+from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.objectives.advantage_config import OverlongLeftOut
 from trainer_core.objectives.advantages import shaped_rewards
 from trainer_core.objectives.loss_config import LikelihoodLoss, PreferenceLoss
@@ -11,6 +11,7 @@ from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preferred_pairs
 from trainer_core.objectives.scored import members_of
 
+Mask = NDArray[np.bool_]
 Units = NDArray[np.int64]  # (n,) rows of samples, or (P, 2) pairs of them: a mini-batch holds some of these
 
 
@@ -40,9 +41,7 @@ def trained_on(policy: PolicyConfig, samples: Samples) -> NDArray[np.bool_]:
     return chosen
 
 
-def with_spread(
-    rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
+def with_spread(rewards: Vector, groups: NDArray[np.int32], usable: Mask) -> Mask:
     """(N,) usable samples of groups in which not all rewards are equal. Source: dynamic sampling, DAPO (arXiv
     2503.14476) section 3.2, which samples more prompts instead; here the remaining groups are all."""
     found = np.zeros(len(rewards), dtype=np.bool_)
@@ -57,9 +56,7 @@ def first_groups(groups: NDArray[np.int32], usable: NDArray[np.bool_], most: int
     return numbers[np.argsort(first)][:most]
 
 
-def imitated(
-    loss: LikelihoodLoss, rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
+def imitated(loss: LikelihoodLoss, rewards: Vector, groups: NDArray[np.int32], usable: Mask) -> Mask:
     """(N,) usable samples with a reward above `loss.above`; with `loss.best` only the best of each group. Source:
     rejection sampling, Llama 2 (arXiv 2307.09288) and RAFT (arXiv 2304.06767)."""
     kept = np.zeros(len(rewards), dtype=np.bool_)
@@ -70,9 +67,7 @@ def imitated(
     return np.isin(np.arange(len(rewards)), best)
 
 
-def sequence_weights(
-    policy: PolicyConfig, response_lengths: NDArray[np.int64], groups: NDArray[np.int32]
-) -> NDArray[np.float32]:
+def sequence_weights(policy: PolicyConfig, response_lengths: NDArray[np.int64], groups: NDArray[np.int32]) -> Vector:
     """Weight of each sequence's summed loss in the loss of a mini-batch: (n,) tokens, (n,) group numbers -> (n,).
 
     "token" weighs all tokens equally (DAPO, arXiv 2503.14476 section 3.3), "sequence" gives every sequence the same

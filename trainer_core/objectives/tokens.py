@@ -99,9 +99,8 @@ class Tokens:
 
     def _needed(self, name: str, need: str) -> torch.Tensor:
         if name not in self.values:
-            raise InputError(
-                f"the loss reads tokens.{name}, which train.policy.loss.needs does not name: add {need!r} to it"
-            )
+            fact = f"the loss reads tokens.{name}, which train.policy.loss.needs does not name"
+            raise InputError(f"{fact}: add {need!r} to it")
         return self.values[name]
 
 

@@ -100,12 +100,8 @@ def _layer(config: TransformerConfig, experts: bool) -> ModuleSpec:
     if config.multi_latent_attention:
         norms["input_layernorm"] = rms_norm
     attention = _latent_attention(config) if isinstance(config, MLATransformerConfig) else _attention(config)
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=attention, self_attn_bda=add, mlp=mlp, mlp_bda=add, **norms
-        ),
-    )
+    parts = TransformerLayerSubmodules(self_attention=attention, self_attn_bda=add, mlp=mlp, mlp_bda=add, **norms)
+    return ModuleSpec(module=TransformerLayer, submodules=parts)
 
 
 def _attention(config: TransformerConfig) -> ModuleSpec:
@@ -302,9 +298,8 @@ class LocalDotProductAttention(MegatronModule):
         ranks = len(gathered) // len(query)
         wholes = everyones.squeeze(1)[gathered].split([size * ranks for size in sizes])
         mixed = []
-        for (count, length), visible, own, whole in zip(
-            segments.blocks, segments.visible, queries, wholes, strict=True
-        ):
+        blocks, masks = segments.blocks, segments.visible
+        for (count, length), visible, own, whole in zip(blocks, masks, queries, wholes, strict=True):
             keys, values = whole.unflatten(0, (count, length * ranks)).split((key.shape[-1], value.shape[-1]), -1)
             mixed.append(self._attend(own.unflatten(0, (count, length)), keys, values, visible=visible).flatten(0, 1))
         return torch.cat(mixed)[segments.inverse].unsqueeze(1)

@@ -42,9 +42,8 @@ class Pinning:
         """Release memory that was pinned; raises as `pin`."""
         code = self.unregister(memory.data_ptr())
         if code:
-            raise WorkerLost(
-                f"pinned memory cannot be released: CUDA error {code}. The next attempt starts a new process"
-            )
+            fact = f"pinned memory cannot be released: CUDA error {code}"
+            raise WorkerLost(f"{fact}. The next attempt starts a new process")
 
 
 def pinning_of(device: torch.device) -> Pinning | None:

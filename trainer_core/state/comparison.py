@@ -121,9 +121,8 @@ class _Comparison:
     def _report(self, name: str, found: "_Difference") -> None:
         self.counts["elements"] += found.elements
         if found.differing:
-            self.differences.append(
-                f"{name}: {found.differing} of {found.elements} elements differ, first at {found.first}"
-            )
+            how_many = f"{found.differing} of {found.elements} elements differ"
+            self.differences.append(f"{name}: {how_many}, first at {found.first}")
 
 
 @dataclass

@@ -59,9 +59,7 @@ def is_known(bridge: MegatronModelBridge[Any, Any, Any], mapping: object) -> boo
 def _has_steps_of_its_own(kind: type[MegatronModelBridge[Any, Any, Any]]) -> bool:
     own = kind.maybe_modify_converted_hf_weight not in _KNOWN_HOOKS
     inherited = [next(vars(parent)[name] for parent in kind.__mro__ if name in vars(parent)) for name in _UNCHANGED]
-    return own or any(
-        vars(MegatronModelBridge)[name] is not one for name, one in zip(_UNCHANGED, inherited, strict=True)
-    )
+    return own or inherited != [vars(MegatronModelBridge)[name] for name in _UNCHANGED]
 
 
 class Settings:
