@@ -167,8 +167,8 @@ SYNC = (
         "own-cards-not-counted",
         "engines that are to have cards of their own share one if there are too few",
         "tasks/workers/placement.py",
-        "    if needed > len(cards):\n",
-        "    if ranks >= len(cards):\n",
+        "    if (needed := ranks + section.count * section.tensor) > len(cards):\n",
+        "    if (needed := ranks + section.count * section.tensor) and ranks >= len(cards):\n",
         _PLACES,
     ),
     Mutant(

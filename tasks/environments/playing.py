@@ -12,8 +12,7 @@ from tasks.environments.protocol import Environment, Observation
 from tasks.rewards.words import described, shown
 from trainer_core.user_code import find_function
 
-GROUP = "ratchet.environments"
-"""Entry points by which an installed package offers environments."""
+GROUP = "ratchet.environments"  # entry points by which an installed package offers environments
 
 _CALLS = {"reset": "async def reset(self, record, seed)", "step": "async def step(self, action)"}
 _TRIPLE = "(observation, reward, done)"
@@ -23,22 +22,15 @@ _TRIPLE = "(observation, reward, done)"
 class Turn:
     """One answer of the model and its consequences."""
 
-    observation: Observation
-    """The observation that the model answered."""
+    observation: Observation  # the observation that the model answered
     action: str
-    reward: float | None
-    """None if the answer could not be judged."""
+    reward: float | None  # None if the answer could not be judged
 
 
 def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
-    """Import a user's class and make an environment with the arguments.
-
-    Args:
-        name: `file.py:Class`, `package.module:Class`, or an entry point of the group `ratchet.environments`.
-
-    Raises:
-        InputError: it cannot be found, imported or made, or lacks a method of the protocol.
-    """
+    """Make an environment of the class `name` (`file.py:Class`, `package.module:Class`, or an entry point of the group
+    `ratchet.environments`) with the arguments. Raises InputError: it cannot be found, imported or made, or lacks a
+    method of the protocol."""
     found = find_function(name, "environment", GROUP)
     try:
         made = found.load().function(**(arguments or {}))
@@ -52,15 +44,8 @@ def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
 async def play(
     environment: Environment, record: Mapping[str, Any], seed: int, act: Callable[[Observation], str], limit: int = 64
 ) -> list[Turn]:
-    """Play one conversation to its end.
-
-    Args:
-        act: gives an answer to an observation.
-        limit: largest number of turns.
-
-    Raises:
-        InputError: the environment raises, returns another form, or is not done within the limit.
-    """
+    """Play one conversation to its end. `act` gives an answer to an observation; `limit` is the largest number of
+    turns. Raises InputError: the environment raises, returns another form, or is not done within the limit."""
     observation = _checked(environment, "reset", await _called(environment, environment.reset, record, seed))
     turns: list[Turn] = []
     while len(turns) < limit:
@@ -85,10 +70,8 @@ def _checked(environment: Environment, method: str, value: object) -> Observatio
         return value
     if isinstance(value, list | tuple) and value and all(map(_is_message, value)):
         return value
-    raise InputError(
-        f"{_place(environment, method)} gave the observation {shown(value)}: expected a text, or messages with role "
-        "and content"
-    )
+    fact = f"{_place(environment, method)} gave the observation {shown(value)}"
+    raise InputError(f"{fact}: expected a text, or messages with role and content")
 
 
 def _is_message(value: object) -> bool:
@@ -102,15 +85,13 @@ def _triple(environment: Environment, value: object) -> tuple[object, float | No
     if not isinstance(done, bool):
         raise InputError(f"{_place(environment, 'step')} returned done = {shown(done)}: expected True or False")
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise InputError(
-            f"{_place(environment, 'step')} returned the reward {shown(reward)}: expected a finite number or None"
-        )
+        fact = f"{_place(environment, 'step')} returned the reward {shown(reward)}"
+        raise InputError(f"{fact}: expected a finite number or None")
     return observation, None if reward is None else float(reward), done
 
 
 def _check_method(made: object, method: str, form: str) -> None:
-    function = getattr(type(made), method, None)
-    if function is None:
+    if (function := getattr(type(made), method, None)) is None:
         raise InputError(f"environment {type(made).__name__} has no method {method!r}: expected `{form}`")
     if not inspect.iscoroutinefunction(function):
         raise InputError(f"{_place(made, method)} is not async: expected `{form}`")
@@ -118,9 +99,8 @@ def _check_method(made: object, method: str, form: str) -> None:
     try:
         inspect.signature(function).bind(*values)
     except TypeError as error:
-        raise InputError(
-            f"{_place(made, method)} has the parameters {inspect.signature(function)} ({error}): expected `{form}`"
-        ) from None
+        fact = f"{_place(made, method)} has the parameters {inspect.signature(function)} ({error})"
+        raise InputError(f"{fact}: expected `{form}`") from None
 
 
 def _place(environment: object, method: str) -> str:

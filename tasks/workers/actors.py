@@ -24,8 +24,7 @@ _MEMORY = {"MemoryError", "OutOfMemoryError"}  # of Python, numpy, Arrow; of tor
 _CUDA_MEMORY = 2  # cudaErrorMemoryAllocation, outside of torch's own allocator
 _CHANGES_NOTHING = frozenset({"send_weights"})  # members that end such a call differently are still in step
 _DEADLINES = {_START: "start_deadline_s", "collect": "step_deadline_s"}
-TOKEN_CHARACTERS = 8
-"""Length of the part of a group's name that no other group has."""
+TOKEN_CHARACTERS = 8  # length of the part of a group's name that no other group has
 
 
 class WorkerDied(WorkerLost):
@@ -183,11 +182,9 @@ class PendingCall:
 
 
 def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached: bool) -> list[Any]:
-    """Start one actor per name, each with its environment variables on top of the inherited ones.
-
-    They reserve nothing in Ray: on two cores a pipeline of two ranks and an engine would otherwise wait for ever, and
-    trainer and engine share a card. CUDA_VISIBLE_DEVICES decides which card an actor sees.
-    """
+    """Start one actor per name, each with its environment variables on top of the inherited ones. They reserve nothing
+    in Ray: on two cores a pipeline of two ranks and an engine would otherwise wait for ever, and trainer and engine
+    share a card. CUDA_VISIBLE_DEVICES decides which card an actor sees."""
     host = ray.remote(Host)
     lifetime = "detached" if detached else None
     return [
@@ -232,11 +229,9 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
 
 
 def _first_ready(pending: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """The first call to end, if one does in time, and the others. A signal's handler may end the wait.
-
-    Of what a handler raises, Ray lets KeyboardInterrupt alone through; anything else, as Prefect's for SIGTERM, becomes
-    the cause of a SystemError, which nobody would take for the end that was asked for.
-    """
+    """The first call to end, if one does in time, and the others. A signal's handler may end the wait. Of what a
+    handler raises, Ray lets KeyboardInterrupt alone through; anything else, as Prefect's for SIGTERM, becomes the cause
+    of a SystemError, which nobody would take for the end that was asked for."""
     try:
         return ray.wait(pending, num_returns=1, timeout=timeout_s)
     except SystemError as error:

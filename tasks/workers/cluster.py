@@ -70,13 +70,9 @@ class Cluster:
         return None if raylet is None else raylet.pid
 
     def start(self) -> None:
-        """Start the local Ray or attach to the cluster; no effect if that is done.
-
-        Raises:
-            InputError: the cluster does not answer at RAY_ADDRESS, or refuses the token.
-            WorkerLost: a local Ray does not start.
-            RatchetError: this process is connected to another Ray.
-        """
+        """Start the local Ray or attach to the cluster; no effect if that is done. Raises InputError (the cluster does
+        not answer at RAY_ADDRESS, or refuses the token), WorkerLost (a local Ray does not start) or RatchetError (this
+        process is connected to another Ray)."""
         if self._started:
             return
         if ray.is_initialized():
@@ -89,11 +85,8 @@ class Cluster:
         self._started = True
 
     def check_alive(self) -> None:
-        """Make sure that Ray, if it was started, still answers.
-
-        Raises:
-            WorkerLost: it does not. Its remains have been cleared away, so the next `start` starts a new one.
-        """
+        """Make sure that Ray, if it was started, still answers. Raises WorkerLost: it does not. Its remains have been
+        cleared away, so the next `start` starts a new one."""
         if not self._started:
             return
         try:
@@ -143,8 +136,7 @@ class Cluster:
         self._vital = {root.name(): root for root in self._roots if root.name() in _VITAL}
 
     def _check(self) -> None:
-        dead = [name for name, process in self._vital.items() if not _is_alive(process)]
-        if dead:
+        if dead := [name for name, process in self._vital.items() if not _is_alive(process)]:
             raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; the next attempt starts a new one")
         self._seen.update(self.processes())
         late = WorkerLost(f"Ray did not answer within {_ANSWER_DEADLINE_S:g} s; the next attempt starts over")
@@ -154,11 +146,9 @@ class Cluster:
 
 @contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep the installed handler of SIGTERM, which Ray replaces in the main thread.
-
-    Prefect's own reports that a flow run was cancelled; with Ray's, its process would report a crash. If none was
-    installed, Ray's stays: it lets a process clean up before it ends.
-    """
+    """Keep the installed handler of SIGTERM, which Ray replaces in the main thread. Prefect's own reports that a flow
+    run was cancelled; with Ray's, its process would report a crash. If none was installed, Ray's stays: it lets a
+    process clean up before it ends."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -169,8 +159,7 @@ def _sigterm_kept() -> Iterator[None]:
 
 def _attach(address: str) -> None:
     repair = "check that the cluster is running, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
-    host = _reachable(address, repair)
-    if host in ("localhost", LOOPBACK):
+    if _reachable(address, repair) in ("localhost", LOOPBACK):
         _keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
@@ -195,11 +184,8 @@ def _reachable(address: str, repair: str) -> str:
 
 
 def _keep_loopback() -> None:
-    """Stop Ray from replacing 127.0.0.1 by the host's address, on which anyone could reach it.
-
-    Raises:
-        RatchetError: this Ray has no such function, so its listeners would not be where they must be.
-    """
+    """Stop Ray from replacing 127.0.0.1 by the host's address, on which anyone could reach it. Raises RatchetError:
+    this Ray has no such function, so its listeners would not be where they must be."""
     if "resolve_ip_for_localhost" not in vars(ray_services):
         raise RatchetError(
             f"Ray {ray.__version__} has no ray._private.services.resolve_ip_for_localhost, so it cannot be kept on the "
@@ -221,11 +207,9 @@ def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> 
 
 
 def _children_of_ray() -> list[psutil.Process]:
-    """Children of this process that run from Ray's installation; others may be Prefect's or the user's.
-
-    A word of the command begins with that folder. Ray adds it to `sys.path`, so a fork server of the user's has it
-    inside the code that it was given.
-    """
+    """Children of this process that run from Ray's installation; others may be Prefect's or the user's. A word of the
+    command begins with that folder. Ray adds it to `sys.path`, so a fork server of the user's has it inside the code
+    that it was given."""
     package = str(Path(ray.__file__).parent)
     children = psutil.Process().children()
     return [child for child in children if any(word.startswith(package) for word in _command(child))]

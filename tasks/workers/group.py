@@ -15,13 +15,8 @@ class Pending[R](Protocol):
     """A call that was sent and whose results have not been requested yet."""
 
     def wait(self, deadline_s: float) -> R:
-        """The results.
-
-        Raises:
-            WorkerLost: a member died, failed with an error that is not ours, or did not answer within the deadline;
-                the group is ended.
-            RatchetError: what all members raised.
-        """
+        """The results. Raises WorkerLost (a member died, failed with an error that is not ours, or did not answer
+        within the deadline; the group is ended) or RatchetError (what all members raised)."""
         ...
 
 
@@ -29,11 +24,8 @@ class Group(Protocol):
     """Processes that work in step: every call goes to all of them, and they are dead as soon as one of them is."""
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> Pending[list[Any]]:
-        """Call a method on every member with the same arguments, without waiting; one result per member.
-
-        Raises:
-            WorkerLost: the group has ended.
-        """
+        """Call a method on every member with the same arguments, without waiting; one result per member. Raises
+        WorkerLost: the group has ended."""
         ...
 
     def alive(self) -> bool:
@@ -46,15 +38,12 @@ class Group(Protocol):
 
     def end(self) -> None:
         """End the members' processes."""
-        ...
 
 
 class GroupHandle:
-    """A `Group` behind the typed calls of its members' protocol. A call raises what the members raise, or WorkerLost.
-
-    A subclass names that protocol twice: as a base, which gives the types, and as `forwards`. Each method of it that
-    the subclass does not define goes to all members, waits for them, and returns the answer of the first.
-    """
+    """A `Group` behind the typed calls of its members' protocol. A call raises what the members raise, or WorkerLost. A
+    subclass names that protocol twice: as a base, which gives the types, and as `forwards`. Each method of it that the
+    subclass does not define goes to all members, waits for them, and returns the answer of the first."""
 
     def __init_subclass__(cls, forwards: type | None = None) -> None:
         super().__init_subclass__()
@@ -63,9 +52,7 @@ class GroupHandle:
                 setattr(cls, name, _forwarded(method))
 
     def __init__(self, group: Group, deadlines: WorkersSection, replaces: bool = False) -> None:
-        """Args:
-        replaces: whether the members take the place of others that this process had started.
-        """
+        """With `replaces` the members take the place of others that this process had started."""
         self._group, self.deadlines = group, deadlines
         self.awaited = False
         """True if it was waited for since it was started."""

@@ -14,30 +14,19 @@ class Workers(Protocol):
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
         """Start whatever is missing, all at once, without waiting."""
-        ...
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
-        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity.
-
-        Raises:
-            WorkerLost: what they run under has died since it was started.
-        """
+        """The run's trainer ranks. A group that is new or was restarted holds no weights; check its identity. Raises
+        WorkerLost: what they run under has died since it was started."""
         ...
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
         """The run's engines. One that is new or was restarted holds the weights in `model_dir`; check its identity.
-
-        Raises:
-            WorkerLost: what they run under has died since it was started.
-        """
+        Raises WorkerLost: what they run under has died since it was started."""
         ...
 
     def placement(self) -> Placement:
-        """The cards of ranks and engines.
-
-        Raises:
-            InputError: not on this machine.
-        """
+        """The cards of ranks and engines. Raises InputError: not on this machine."""
         ...
 
     def processes(self) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """Lines that the processes of a run print: each trainer rank and engine with its name, at a limited rate.
 
 Ray collects the output of the processes that this driver has started, on every host, and hands it to one thread here.
-Processes that an earlier driver left on a cluster belong to that driver's job: their lines stay in Ray's own logs.
-"""
+Processes that an earlier driver left on a cluster belong to that driver's job: their lines stay in Ray's own logs."""
 
 import re
 import time
@@ -30,8 +29,7 @@ _HARMLESS = re.compile(
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Say = Callable[[str], object]
-Counted = Callable[[int, int, str, str], object]
-"""Takes progress: the number done, the total, the unit, and a note."""
+Counted = Callable[[int, int, str, str], object]  # takes progress: the number done, the total, the unit, and a note
 
 _TELLS = "trainer-0"
 
@@ -60,13 +58,11 @@ class Lines:
 
     def __call__(self, batch: Mapping[str, Any]) -> None:
         """Say each line that is within the limit of its process."""
-        name = batch.get("actor_name")
-        if not name:
+        if not (name := batch.get("actor_name")):
             return  # Ray's own processes
         budget = self._budgets.setdefault(name, _Budget(self._clock()))
         for text in (_STYLES.sub("", line).rstrip() for line in batch["lines"]):
-            told = understood(text)
-            if told is not None and name == _TELLS:
+            if (told := understood(text)) is not None and name == _TELLS:
                 self._counted(*told)
             if text and told is None and not _HARMLESS.search(text) and budget.spend(self._clock()):
                 self._show(name, text, budget)

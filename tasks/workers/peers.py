@@ -11,11 +11,8 @@ _DRIVER = "libcuda.so.1"
 
 @lru_cache
 def can_read(pairs: tuple[tuple[int, int], ...]) -> bool | None:
-    """True if in each pair the first card can read the memory of the second; None if there is no driver to ask.
-
-    Args:
-        pairs: places of cards among those that this process sees.
-    """
+    """True if in each pair the first card can read the memory of the second; None if there is no driver to ask. A card
+    is named by its place among those that this process sees."""
     try:
         driver = ctypes.CDLL(_DRIVER)
     except OSError:

@@ -51,12 +51,8 @@ class Placement(Frozen):
 
 
 def placement(config: RunConfig, settings: Settings) -> Placement:
-    """The cards of the processes of a run on this machine.
-
-    Raises:
-        InputError: CUDA is requested but no card is visible; or an engine needs more cards than there are, or than the
-            trainer leaves.
-    """
+    """The cards of the processes of a run on this machine. Raises InputError: CUDA is requested but no card is visible;
+    or an engine needs more cards than there are, or than the trainer leaves."""
     device, section = settings.device(config.device.kind), config.engine
     if device == "cpu":
         return Placement(device=device, engines=((),) * section.count)
@@ -75,11 +71,8 @@ def engines_on_a_card(section: EngineSection, cards: int) -> int:
 
 
 def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, ...]:
-    """The cards of engine number `place`: the next `tensor`, from the first again when there are no more.
-
-    Raises:
-        InputError: one engine needs more cards than there are.
-    """
+    """The cards of engine number `place`: the next `tensor`, from the first again when there are no more. Raises
+    InputError: one engine needs more cards than there are."""
     if tensor > len(cards):
         raise InputError(f"engine.tensor is {tensor}, but {len(cards)} GPUs are visible; choose a smaller one")
     first = place % (len(cards) // tensor) * tensor
@@ -88,19 +81,13 @@ def engine_cards(cards: tuple[str, ...], place: int, tensor: int) -> tuple[str, 
 
 def transport(wanted: TransportChoice, place: Placement) -> Transport:
     """The way of the weights: the fastest that was seen to work for such processes, unless one is asked for.
-
-    `collective` is never taken by itself: NCCL connects again in every update.
-
-    Raises:
-        InputError: what is asked for cannot work there.
-    """
+    `collective` is never taken by itself: NCCL connects again in every update. Raises InputError: what is asked for
+    cannot work there."""
     if wanted == "cuda":
         _check_cuda(place)
     if wanted == "collective" and place.device == "cuda" and not place.own_cards:
-        raise InputError(
-            f'sync.transport is "collective", but NCCL needs a card for each process, and they are on '
-            f'{place.shown}; use "auto", or engine.cards = "own"'
-        )
+        fact = f'sync.transport is "collective", but NCCL needs a card for each process, and they are on {place.shown}'
+        raise InputError(f'{fact}; use "auto", or engine.cards = "own"')
     if wanted != "auto":
         return wanted
     return "cuda" if place.one_card or (place.one_host and place.reads) else "memory"
@@ -109,8 +96,7 @@ def transport(wanted: TransportChoice, place: Placement) -> Transport:
 def _cards_of_engines(config: RunConfig, cards: tuple[str, ...]) -> tuple[str, ...]:
     """The cards after the trainer's, if they are enough for a card each."""
     section, ranks = config.engine, config.train.parallel.world_size
-    needed = ranks + section.count * section.tensor
-    if needed > len(cards):
+    if (needed := ranks + section.count * section.tensor) > len(cards):
         raise InputError(
             f'engine.cards is "own", which needs {needed} GPUs: {ranks} for the trainer and {section.tensor} for each '
             f"of {section.count} engines, but {len(cards)} are visible ({','.join(cards)}). Make more visible "
@@ -133,10 +119,8 @@ def _check_cuda(place: Placement) -> None:
     elif place.reads is False:
         problem = "needs cards that can read each other's memory, which the driver denies"
     if problem is not None:
-        raise InputError(
-            f'sync.transport is "cuda", which {problem}; trainer and engines are on {place.shown}: use "auto" or '
-            '"memory"'
-        )
+        fact = f'sync.transport is "cuda", which {problem}; trainer and engines are on {place.shown}'
+        raise InputError(f'{fact}: use "auto" or "memory"')
 
 
 def _pairs(place: Placement, cards: tuple[str, ...]) -> tuple[tuple[int, int], ...]:

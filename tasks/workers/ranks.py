@@ -46,16 +46,9 @@ def start_trainers(
     deterministic: bool = False,
     start: Callable[[str, TrainerConfig, RankSpec], TrainerProtocol] = start_trainer,
 ) -> RankActors:
-    """Start the ranks of the layout without waiting for them. They meet at a file, so that no port is opened.
-
-    Args:
-        deadline_s: how long they may take to start.
-        deterministic: restricts them to kernels whose results do not depend on timing.
-        start: makes a rank in its process.
-
-    Raises:
-        InputError: there are fewer cards than ranks.
-    """
+    """Start the ranks of the layout without waiting for them. They meet at a file, so that no port is opened. They have
+    `deadline_s` to start; `deterministic` restricts them to kernels whose results do not depend on timing, and `start`
+    makes a rank in its process. Raises InputError: there are fewer cards than ranks."""
     world_size = config.parallel.world_size
     if device == "cuda" and world_size > len(settings.gpus):
         raise InputError(

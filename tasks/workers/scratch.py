@@ -1,7 +1,6 @@
 """Folders of this machine: those that a run needs, and those in shared memory, which outlive a killed process.
 
-Its successor takes the latter over.
-"""
+Its successor takes the latter over."""
 
 import os
 import tempfile
@@ -20,11 +19,8 @@ _REPAIR = "to a folder that can be written"
 
 
 def check_folders() -> None:
-    """Refuse folders that a run needs and cannot use: for temporary files, the user's home, and that of Prefect.
-
-    Raises:
-        InputError: naming the folder and the variable.
-    """
+    """Refuse folders that a run needs and cannot use: for temporary files, the user's home, and that of Prefect. Raises
+    InputError: naming the folder and the variable."""
     try:
         with tempfile.TemporaryFile():
             short_place()
@@ -47,10 +43,7 @@ def check_folders() -> None:
 @contextmanager
 def kept_in_memory(mark: str) -> Iterator[Path]:
     """A folder in shared memory for the duration of a block; if a killed process has left one, with what is in it.
-
-    Args:
-        mark: what the folder is for, such as a run; only one that was left with the same mark is taken over.
-    """
+    `mark` tells what it is for, such as a run: only a folder that was left with the same mark is taken over."""
     with scratch(memory=True) as folder:
         if not any(_mark_of(one) == mark and taken(one, folder) for one in left()):
             (folder / _MARK).write_text(mark, encoding="utf-8")

@@ -9,11 +9,9 @@ from trainer_core.protocol import SavedFiles, TrainerProtocol
 
 
 class TrainerGroup(GroupHandle, TrainerProtocol, forwards=TrainerProtocol):
-    """All trainer ranks. Every call goes to every rank and raises what `Trainer` raises, or WorkerLost.
-
-    It returns the answer of the first rank, where that of all is not said below. For `plan_weights` and
-    `send_weights`, to which each rank has its own answer, use `submit` and `results`.
-    """
+    """All trainer ranks. Every call goes to every rank and raises what `Trainer` raises, or WorkerLost. It returns the
+    answer of the first rank, where that of all is not said below. For `plan_weights` and `send_weights`, to which each
+    rank has its own answer, use `submit` and `results`."""
 
     def identity(self) -> str | None:
         """Identity of the committed state that all ranks hold; None if they hold none, or different ones."""
