@@ -37,6 +37,7 @@ from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
 from infra.mutants_rows import ROWS
+from infra.mutants_sampling import SAMPLING
 from infra.mutants_scoring import SCORING
 from infra.mutants_site import SITE
 from infra.mutants_stages import STAGES
@@ -54,6 +55,7 @@ MUTANTS = (
     *OBJECTIVES,
     *ENGINE,
     *ROWS,
+    *SAMPLING,
     *EVALUATE,
     *FACE,
     *FAMILIES,

@@ -18,8 +18,8 @@ ROWS = (
         "stops-of-the-first",
         "every row ends at the stop tokens of the first",
         "tasks/engine/vllm/rows.py",
-        "self._stops[self.table[STOPS, at], tokens] |",
-        "self._stops[0, tokens] |",
+        "self._ends.table[self.table[LINE, at], tokens]",
+        "self._ends.table[0, tokens]",
         _ROWS,
     ),
     Mutant(

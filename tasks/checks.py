@@ -18,6 +18,7 @@ from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
 from tasks.data.models import open_model
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
+from tasks.data.token_bytes import token_bytes
 from tasks.data.values import Keyed
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.objective import check_engine, check_objective
@@ -100,6 +101,8 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
+    if config.rollout.stop:
+        token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
     check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
 
@@ -161,7 +164,9 @@ def _check_lengths(config: RunConfig) -> None:
 def _check_algorithm(config: RunConfig) -> None:
     """Refuse an objective that this run's samples cannot serve."""
     policy, samples = config.train.policy, config.rollout.samples
-    check_sampling(policy, config.rollout.top_p)
+    check_sampling(policy, config.rollout.top_p, "rollout.top_p", 1)
+    check_sampling(policy, config.rollout.top_k, "rollout.top_k", 0)
+    check_sampling(policy, config.rollout.min_p, "rollout.min_p", 0)
     if (comparing := policy.compares) is not None and samples == 1:
         fact = f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1"
         raise InputError(f"{fact}: raise it to 2 or more")

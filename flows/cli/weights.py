@@ -48,6 +48,16 @@ def evaluate_command(
     top_p: Annotated[
         float, Parameter(help="Nucleus of the sampled answers.", validator=Number(gt=0, lte=1))
     ] = _DEFAULTS.top_p,
+    top_k: Annotated[
+        int, Parameter(help="Likeliest tokens that can be drawn for them; 0 for all.", validator=Number(gte=0))
+    ] = _DEFAULTS.top_k,
+    min_p: Annotated[
+        float,
+        Parameter(
+            help="Least probability of a token drawn for them, as a share of the likeliest one's.",
+            validator=Number(gte=0, lt=1),
+        ),
+    ] = _DEFAULTS.min_p,
     prompts: Annotated[int, _POSITIVE, Parameter(help="How many prompts, from the first.")] = _DEFAULTS.prompts,
     max_tokens: Annotated[
         int | None, _POSITIVE, Parameter(help="Limit on the tokens of an answer; by default the run's.")
@@ -67,8 +77,8 @@ def evaluate_command(
     was interrupted continues. Only iterations whose state is kept can be evaluated.
     """
     settings = EvaluationSettings(
-        table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p, max_tokens=max_tokens,
-        passing=passing, seed=seed,
+        table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k,
+        min_p=min_p, max_tokens=max_tokens, passing=passing, seed=seed,
     )  # fmt: skip
     prepare_process()
     with Output(json=json) as output:

@@ -63,6 +63,8 @@ def evaluate(
     samples: Count = 8,
     temperature: Annotated[float, Field(ge=COLDEST)] = 1.0,
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0,
+    top_k: Annotated[int, Field(ge=0)] = 0,
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0,
     prompts: Positive = 256,
     max_tokens: Positive | None = None,
     table: Literal["held_out", "train"] = "held_out",
@@ -80,6 +82,8 @@ def evaluate(
         samples: Sampled answers to each prompt, beside the greedy one.
         temperature: Temperature of the sampled answers.
         top_p: Nucleus of the sampled answers.
+        top_k: Likeliest tokens that can be drawn for them; 0 for all.
+        min_p: Least probability of a token that can be drawn for them, as a share of the likeliest one's.
         prompts: Number of prompts, from the first.
         max_tokens: Limit on the tokens of an answer; by default the run's.
         table: Prompts of the run.
@@ -91,6 +95,7 @@ def evaluate(
     def work() -> State[Any]:
         settings = EvaluationSettings(
             table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p,
+            top_k=top_k, min_p=min_p,
             max_tokens=max_tokens, passing=passing, seed=seed,
         )  # fmt: skip
         chosen = choose_weights(open_root(root), place_of(run, iteration))

@@ -32,6 +32,10 @@ class EvaluationSettings(Section):
     """Of the sampled answers."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled answers."""
+    top_k: int = Field(default=0, ge=0)
+    """Likeliest tokens that can be drawn for them; 0 for all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Least probability of a token that can be drawn for them, as a share of the likeliest one's."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Limit on the tokens of an answer; by default rollout.max_tokens of the run."""
     passing: str | None = None

@@ -35,6 +35,9 @@ class RunSection(Section):
     """Seconds for which each operation of the store is retried while the store does not answer."""
 
 
+_STOP_BYTES = 256  # of all stop texts: each is a state of an automaton, with an entry for each token
+
+
 class WarmupSection(Section):
     """Supervised steps before the first iteration, by the same trainer."""
 
@@ -57,16 +60,32 @@ class RolloutSection(Section):
     """Sampling temperature; the trainer divides its logits by it too. vLLM would raise what is lower."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Likeliest tokens that can be drawn; 0 for all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Least probability of a token that can be drawn, as a share of the likeliest one's."""
     max_tokens: Annotated[int, decides("rollout", "evaluate")] = Field(default=16, ge=1)
     """Limit on response tokens."""
     stop_tokens: Annotated[tuple[int | str, ...] | None, decides("prepare", "rollout", "evaluate")] = None
     """Tokens that end a response, as texts or ids; by default all that config.json, generation_config.json and the
     tokenizer name."""
+    stop: Annotated[tuple[str, ...], decides("rollout", "evaluate")] = ()
+    """Texts that end a response, wherever they lie in its tokens: `["</answer>"]`. The token that completes one is the
+    last of the response, with all of its text."""
     special_tokens: Annotated[Literal["shown", "hidden"], decides("prepare", "rollout", "evaluate")] = "shown"
     """Special tokens in the texts of responses that rewards and people see, beside stop, padding and BOS tokens, which
     these never have."""
     groups_per_part: Annotated[int, RUNTIME] = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
+
+    @field_validator("stop")
+    @classmethod
+    def _can_end(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in texts:
+            raise ValueError("an empty text would end every response at once: leave it out")
+        if (size := sum(len(text.encode()) for text in texts)) > _STOP_BYTES:
+            raise ValueError(f"the texts have {size} bytes, and at most {_STOP_BYTES} are looked for: shorten them")
+        return texts
 
 
 EngineCards = Literal["shared", "own"]

@@ -81,6 +81,10 @@ class Backend(Protocol):
         """The id of the token with this text; None if there is none."""
         ...
 
+    def token_text(self, token: int) -> str:
+        """A token as the tokenizer writes it, empty if there is none of that id."""
+        ...
+
     def render(self, chat: Chat, answering: bool) -> str:
         """Messages as text; raises InputError."""
         ...
@@ -121,6 +125,9 @@ class Plain:
     def token_id(self, text: str) -> int | None:
         return self.tokenizer.token_to_id(text)
 
+    def token_text(self, token: int) -> str:
+        return self.tokenizer.id_to_token(token) or ""
+
     def render(self, chat: Chat, answering: bool) -> str:
         raise InputError(_NO_TEMPLATE)
 
@@ -156,6 +163,9 @@ class Makers:
 
     def token_id(self, text: str) -> int | None:
         return self.tokenizer.get_vocab().get(text)
+
+    def token_text(self, token: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token) or "")
 
     def render(self, chat: Chat, answering: bool) -> str:
         if self.template is None:

@@ -4,6 +4,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,7 +13,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError, SyncMismatch
+from tasks.data.backends import read_backend
+from tasks.data.token_bytes import token_bytes
 from tasks.engine import protocol
+from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (
     COMPLETIONS,
     Arrived,
@@ -76,7 +81,8 @@ class BaseEngine(EngineProtocol, ABC):
 
     @abstractmethod
     def sample(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> Sequence[Response]:
-        """A response for each (prompt, seed). It depends on prompt, seed, sampling and weights alone."""
+        """A response for each (prompt, seed). It depends on prompt, seed, sampling and weights alone. What follows a
+        text of `sampling.stop` is cut off afterwards."""
 
     @abstractmethod
     def logprobs(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
@@ -179,7 +185,8 @@ class BaseEngine(EngineProtocol, ABC):
         """See `EngineProtocol.wake`."""
 
     def _sampled(self, queued: _Queued) -> Finished:
-        responses = self.sample(queued.prompts, queued.seeds, queued.sampling)
+        sampled, stop = self.sample(queued.prompts, queued.seeds, queued.sampling), queued.sampling.stop
+        responses = [self._ended(one, stop) for one in sampled] if stop else sampled
         columns = [
             pa.array([np.asarray(one.tokens, np.int32) for one in responses], pa.list_(pa.int32())),
             pa.array([np.asarray(one.logprobs, np.float32) for one in responses], pa.list_(pa.float32())),
@@ -187,6 +194,15 @@ class BaseEngine(EngineProtocol, ABC):
         ]
         completions = pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
         return Finished(queued.number, completions, self._identity.weight_version)
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        return token_bytes(read_backend(Path(self.spec.model_dir)))
+
+    def _ended(self, response: Response, stop: Sequence[str]) -> Response:
+        """A response without what follows a stop text: no token before depends on it."""
+        count = complete_after(response.tokens, stop, self._token_bytes)
+        return response if count is None else Response(response.tokens[:count], response.logprobs[:count], "stop")
 
     def _check_plan(self, plan: WeightPlan) -> None:
         planned = {one.name: one.shape for one in plan.tensors}

@@ -102,10 +102,17 @@ class Sampling(Frozen):
     """Divisor of the logits; 0 selects the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""
+    top_k: int = Field(default=0, ge=0)
+    """Likeliest tokens that can be drawn; 0 for all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Least probability of a token that can be drawn, as a share of the likeliest one's."""
     max_tokens: int = Field(ge=1)
     """Limit on response tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response and are part of it. No other token does: a model's own EOS must be listed."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response with the token that completes one, wherever it lies in the response's bytes. All
+    sampled tokens are part of the response, with what the last one may add after the text."""
 
 
 class EngineIdentity(Frozen):
@@ -162,10 +169,10 @@ class EngineProtocol(Protocol):
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """Sample one response for each (prompt, seed), in their order. Log-probabilities are those of the distribution
-        that was sampled from (after temperature and top-p), float32 nats; at temperature 0 they are the model's own, at
-        temperature 1. Returns a batch of schema `COMPLETIONS`, one row per prompt. Raises InputError (there is no
-        prompt, or one is empty or leaves no room for a response) or SyncMismatch (the last weight update failed, so the
-        weights must not be used)."""
+        that was sampled from (after temperature and what cuts tokens off), float32 nats; at temperature 0 they are the
+        model's own, at temperature 1. Returns a batch of schema `COMPLETIONS`, one row per prompt. Raises InputError
+        (there is no prompt, or one is empty or leaves no room for a response) or SyncMismatch (the last weight update
+        failed, so the weights must not be used)."""
         ...
 
     def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:

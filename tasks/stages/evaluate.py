@@ -34,7 +34,9 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
     result = with_scores(answers, scores, EVALUATION)
     condition = condition_of(result, section, work.config.evaluate.passing)
-    asked = {"prompts": len(scores), "max_tokens": work.config.rollout.max_tokens}
+    rollout = work.config.rollout
+    asked = {"prompts": len(scores), "max_tokens": rollout.max_tokens}
+    asked |= {"stop": list(rollout.stop)} if rollout.stop else {}
     own = {SOURCE: dict(scored.sources), SCORED_BY: scored_by(section, scored.sources), ASKED: asked}
     figures = {"reward_mean": _mean(scores), **({} if condition is None else _passing(result, condition))}
     return StageOutput(
@@ -52,8 +54,8 @@ def _passing(table: pa.Table, condition: str) -> dict[str, float]:
 
 def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
     """The greedy answers of the engines, as `responses_of` takes them."""
-    tokens, stop = work.config.rollout.max_tokens, text_codec(work.context, prepared).stop_tokens
-    greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=stop)
+    section, stop = work.config.rollout, text_codec(work.context, prepared).stop_tokens
+    greedy = Sampling(temperature=0, max_tokens=section.max_tokens, stop_token_ids=stop, stop=section.stop)
     engines = ensure_served(work.context, prepared, served)
     batch = Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows)
     answers = spread(engines, batch, greedy, version=served.weight_version)

@@ -157,8 +157,9 @@ class _Asked:
         self.table = prompts(context, self.prepared, settings.table).slice(0, settings.prompts)
         self.engines = ensure_served(context, self.prepared, self.served)
         tokens = settings.max_tokens or context.config.rollout.max_tokens
-        self.greedy = Sampling(temperature=0, top_p=1, max_tokens=tokens, stop_token_ids=self.codec.stop_tokens)
-        drawn = {"temperature": settings.temperature, "top_p": settings.top_p}
+        stop, texts = self.codec.stop_tokens, context.config.rollout.stop
+        self.greedy = Sampling(temperature=0, max_tokens=tokens, stop_token_ids=stop, stop=texts)
+        drawn = settings.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         self.sampled = self.greedy.model_copy(update=drawn)
         self.clock = time.perf_counter()
 

@@ -62,7 +62,13 @@ def sampling(work: Work, prepared: Prepared) -> Sampling:
     section = work.config.rollout
     stop = text_codec(work.context, prepared).stop_tokens
     return Sampling(
-        temperature=section.temperature, top_p=section.top_p, max_tokens=section.max_tokens, stop_token_ids=stop
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        max_tokens=section.max_tokens,
+        stop_token_ids=stop,
+        stop=section.stop,
     )
 
 

@@ -121,7 +121,7 @@ def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> N
             f"{ranges.without_logprobs} selected samples were imported without log-probabilities, "
             'without which only train.policy.loss.type "sft" and "dpo" train: set one of these, or select others'
         )
-    check_sampling(policy, ranges.least_top_p, "top_p of the selected samples")
+    check_sampling(policy, ranges.least_top_p, "top_p of the selected samples", 1)
     _temperature(policy, ranges)
 
 

@@ -11,7 +11,7 @@ from storage.kill_points import Point
 from storage.manifest import Manifest, commit, need
 from storage.ownership.lease import check_free, hold
 from storage.parts import PartWriter, read_table
-from storage.schema import REWARD, ROLLOUT
+from storage.schema import EVALUATION, REWARD, ROLLOUT
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
@@ -137,3 +137,18 @@ def test_an_iteration_that_draws_more_prompts_than_there_are_names_each_sample_o
     names = set(zip(*(tables[0][column].to_pylist() for column in columns), strict=True))
     assert len(names) == tables[0].num_rows == 90 * SAMPLES
     assert len({prompt for prompt, _ in names}) < 90
+
+
+def test_samples_and_answers_are_drawn_as_the_configuration_says(root: Root, tmp_path: Path):
+    """Tokens from 3 on are digits; the small engine draws the first `top_k` of them, and one alone with `min_p`."""
+    for run, setting, most in (("wide", "rollout.top_k=4", 6), ("narrow", "rollout.min_p=0.5", 12)):
+        config = small_config(["run.iterations=1", 'rollout.stop=["12","3","7","8"]', setting])
+        driver(root, config, tmp_path / run, run=run).drive()
+        samples = read_table(root, need(root, run, 1, Stage.ROLLOUT), ROLLOUT)["response_tokens"].to_pylist()
+        answers = read_table(root, need(root, run, 0, Stage.EVALUATE), EVALUATION)["response_tokens"].to_pylist()
+        assert max(max(one) for one in samples) == most
+        assert any(len(set(one)) > 2 for one in samples) == (most == 6)
+        for tokens in (*samples, *answers):
+            assert not {6, 10, 11} & set(tokens[:-1])
+            assert tokens[-1] in (1, 6, 10, 11) or tokens[-2:] == [4, 5]
+        assert any(one[-1] != 1 for one in answers)

@@ -14,6 +14,10 @@ import pyarrow as pa
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
+from tasks.data.backends import Plain
+from tasks.data.generated import character_tokenizer
+from tasks.data.token_bytes import token_bytes
+from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (
     COMPLETIONS,
     Arrived,
@@ -72,6 +76,9 @@ def told(end):
     except SyncMismatch as error:
         end.fail(str(error))
         raise
+
+
+_BYTES = token_bytes(Plain(character_tokenizer()))
 
 
 class SmallTrainer(TrainerProtocol):
@@ -354,5 +361,7 @@ class SmallEngine(EngineProtocol):
         assert self._digest is not None, "an engine without weights was asked to sample"
         place = value_digest([np.asarray(prompt).tolist(), seed if sampling.temperature else 0])
         random = np.random.default_rng([int(self._digest, 16), int(place, 16)])
-        digits = random.integers(3, 13, random.integers(0, sampling.max_tokens)).tolist()
-        return [*digits, sampling.stop_token_ids[0]], (-random.random(len(digits) + 1, np.float32)).tolist()
+        digits = random.integers(3, 3 + (sampling.top_k or 10), random.integers(0, sampling.max_tokens)).tolist()
+        tokens = [*(digits[:1] * len(digits) if sampling.min_p else digits), sampling.stop_token_ids[0]]
+        end = complete_after(tokens, sampling.stop, _BYTES)
+        return tokens[:end], (-random.random(len(tokens), np.float32)).tolist()[:end]

@@ -15,7 +15,7 @@ import numpy as np
 from tasks.config.environment import engine_environment
 from tasks.engine.protocol import EngineSpec, Sampling
 from tasks.engine.vllm.engine import Engine
-from tests.tasks.engine_scheduling import Schedulers
+from tests.tasks.engine_scheduling import Schedulers, write_tokenizer
 
 VOCABULARY = 32
 EOS = 1
@@ -42,6 +42,7 @@ class Reference:
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)  # away from ones and zeros, where mix-ups hide
         model.save_pretrained(directory)
+        write_tokenizer(directory)
 
     def make_family(self, directory: str, seed: int, family: str, **sizes: int) -> None:
         """Write a random model with experts, of four layers."""

@@ -1,15 +1,32 @@
 """Ratchet's schedulers over a model runner that samples by arithmetic, so that the expected responses are known."""
 
+import itertools
+import json
 import random
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models
 
+from tasks.data.backends import GENERATED
+from tasks.engine.ends import complete_after
 from tasks.engine.protocol import EngineSpec, Sampling
 
 VOCABULARY = 32
 BLOCK = 4
+TEXTS = ["".join(signs) for size in (1, 2, 3) for signs in itertools.product("abc", repeat=size)][:VOCABULARY]
+BYTES = [text.encode() for text in TEXTS]
+"""Texts of the tokens: a stop text may begin and end within one."""
+
+
+def write_tokenizer(directory: str) -> None:
+    """Write a tokenizer with these tokens."""
+    tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(TEXTS)}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(Path(directory, "tokenizer.json")))
+    Path(directory, "tokenizer_config.json").write_text(json.dumps(GENERATED))
 
 
 def token_at(seed: int, position: int) -> int:
@@ -22,7 +39,7 @@ def response(prompt: list[int], seed: int, sampling: Sampling) -> list[int]:
     sampled: list[int] = []
     while len(sampled) < sampling.max_tokens and not (sampled and sampled[-1] in sampling.stop_token_ids):
         sampled.append(token_at(seed, len(prompt) + len(sampled)))
-    return sampled
+    return sampled[: complete_after(sampled, sampling.stop, BYTES)]
 
 
 class CountingRunner:
@@ -187,7 +204,9 @@ class Schedulers:
         def add(name: str, generator: random.Random) -> list[int]:
             prompt = [generator.randrange(VOCABULARY) for _ in range(generator.randrange(1, 30))]
             stops = tuple(generator.sample(range(VOCABULARY), generator.choice((0, 1, 3))))
-            sampling = Sampling(max_tokens=generator.randrange(1, 60), stop_token_ids=stops)
+            texts = ["".join(generator.choices("abc", k=generator.randrange(3, 9))) for _ in range(2)]
+            stop = tuple(texts[: generator.choice((0, 0, 1, 2))])
+            sampling = Sampling(max_tokens=generator.randrange(1, 60), stop_token_ids=stops, stop=stop)
             seed = generator.randrange(1 << 62)
             scheduler.add_request(Request(name, prompt, sampling_parameters(sampling, seed), None, block_hasher=hasher))
             return response(prompt, seed, sampling)

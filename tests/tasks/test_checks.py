@@ -201,10 +201,26 @@ def test_a_mistral_that_says_nothing_has_the_window_of_transformers(tmp_path):
     check_fit(longer, {**facts, "sliding_window": None}, "cpu", "the model")
 
 
-def test_log_probabilities_of_a_nucleus_are_not_corrected(tmp_path):
-    settings = ["rollout.top_p=0.9", "train.policy.correction.type=truncate"]
-    with pytest.raises(InputError, match=r"train.policy.correction cannot compare .* set rollout.top_p to 1"):
-        check_config(config_with(tmp_path, *settings), open_root(str(tmp_path / "runs")))
+@pytest.mark.parametrize(("setting", "whole"), [("top_p=0.9", 1), ("top_k=3", 0), ("min_p=0.1", 0)])
+def test_log_probabilities_of_cut_off_distributions_are_not_corrected(tmp_path, setting, whole):
+    config = config_with(tmp_path, f"rollout.{setting}", "train.policy.correction.type=truncate")
+    repair = f"set rollout.{setting.split('=')[0]} to {whole}"
+    with pytest.raises(InputError, match=rf"train.policy.correction cannot compare .* {repair}"):
+        check_config(config, open_root(str(tmp_path / "runs")))
+
+
+@pytest.mark.parametrize(
+    ("setting", "fact"),
+    [
+        ('rollout.stop=[""]', "an empty text would end every response at once: leave it out"),
+        (f'rollout.stop=["{"x" * 200}","{"é" * 30}"]', "have 260 bytes, and at most 256 are looked for: shorten them"),
+        ("rollout.top_k=-1", "greater than or equal to 0"),
+        ("rollout.min_p=1", "less than 1"),
+    ],
+)
+def test_settings_of_sampling_that_have_no_meaning_are_refused(tmp_path, setting, fact):
+    with pytest.raises(InputError, match=fact):
+        config_with(tmp_path, setting)
 
 
 @pytest.mark.parametrize(

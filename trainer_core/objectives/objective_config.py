@@ -179,14 +179,15 @@ _UNUSED: tuple[Unused[PolicyConfig], ...] = (
 """Settings that others leave without effect."""
 
 
-def check_sampling(policy: PolicyConfig, top_p: float, where: str = "rollout.top_p") -> None:
+def check_sampling(policy: PolicyConfig, value: float, where: str, whole: float) -> None:
     """Refuse stored log-probabilities of another distribution than the trainer's. The engine stores those of the
-    distribution that it sampled from. With `top_p` below 1 this is the nucleus, renormalised; the trainer computes the
-    whole softmax. Their ratio would be wrong by the nucleus' mass at each token. Raises InputError: the objective uses
-    them, and `top_p`, called `where` in the message, is below 1."""
-    if top_p < 1 and policy.needs_behaviour:
+    distribution that it sampled from. If a setting such as `top_p` cuts tokens off, this is what remains, renormalised;
+    the trainer computes the whole softmax. Their ratio would be wrong by the mass of what remains at each token. Raises
+    InputError: the objective uses them, and the `value` of the setting `where` is not `whole`, which cuts nothing off.
+    """
+    if value != whole and policy.needs_behaviour:
         setting = "old_policy" if policy.old_policy == "behaviour" else "correction"
         raise InputError(
-            f"{where} is {top_p}, so the samples' log-probabilities are those of a cut-off distribution, which "
-            f"train.policy.{setting} cannot compare with the trainer's: set {where} to 1, or leave the setting out"
+            f"{where} is {value}, so the samples' log-probabilities are those of a cut-off distribution, which "
+            f"train.policy.{setting} cannot compare with the trainer's: set {where} to {whole}, or leave that out"
         )

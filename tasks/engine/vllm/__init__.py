@@ -7,3 +7,5 @@ from typing import Literal
 
 Runner = Literal["first", "second"]
 """The model runner of vLLM. The second one runs on cards only."""
+STOP_TEXTS = "stop"
+"""Name of a request's stop texts among the arguments that vLLM passes on unread."""

@@ -31,7 +31,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
-from tasks.engine.vllm import Runner
+from tasks.engine.vllm import STOP_TEXTS, Runner
 from tasks.engine.vllm.inside import executor
 from tasks.engine.vllm.memory import cache_bytes
 from trainer_core.config import Device
@@ -226,7 +226,10 @@ def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
+        extra_args={STOP_TEXTS: list(sampling.stop)} if sampling.stop else None,
         ignore_eos=True,
         logprobs=0,
         skip_clone=True,  # made for this one request: no deep copy

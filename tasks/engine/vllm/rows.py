@@ -1,20 +1,22 @@
 """Requests that sample one token in each step, as columns of arrays: a step costs a few operations of NumPy for all of
 them. Imports numpy only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.engine.ends import END, Ends
+
 Places = NDArray[np.intp]
 """Indices of rows."""
 
 _COLUMNS = 9
-SERIAL, SLOT, STOPS, COMPUTED, SAMPLED, FLYING, STEPS, LIMIT, ROOM = range(_COLUMNS)
-"""Numbers of a row: its serial number, in order of entry; its line of the buffers; its set of stop tokens; its tokens
-whose keys and values the steps planned so far compute; tokens sampled; tokens that planned steps will sample; steps
-among these that were planned while it was a row; most tokens that it samples; tokens that its cache blocks hold."""
+SERIAL, SLOT, LINE, COMPUTED, SAMPLED, FLYING, STEPS, LIMIT, ROOM = range(_COLUMNS)
+"""Numbers of a row: its serial number, in order of entry; its line of the buffers; its line of the table of ends; its
+tokens whose keys and values the steps planned so far compute; tokens sampled; tokens that planned steps will sample;
+steps among these that were planned while it was a row; most tokens that it samples; tokens that its blocks hold."""
 
 
 class Entry(NamedTuple):
@@ -24,8 +26,8 @@ class Entry(NamedTuple):
     """Its id."""
     request: Any
     """The scheduler's object for it."""
-    stop_token_ids: Sequence[int]
-    """Tokens that end it."""
+    line: int
+    """See `LINE`."""
     computed: int
     """See `COMPUTED`."""
     sampled: int
@@ -51,6 +53,8 @@ class Left(NamedTuple):
     """See `FLYING`."""
     steps: int
     """See `STEPS`."""
+    line: int
+    """See `LINE`."""
 
 
 class Planned(NamedTuple):
@@ -67,16 +71,14 @@ class Planned(NamedTuple):
 class Rows:
     """Requests in order of entry."""
 
-    def __init__(self, capacity: int, longest: int, vocabulary: int) -> None:
-        """At most `capacity` rows of at most `longest` tokens, each below `vocabulary`."""
+    def __init__(self, capacity: int, longest: int, ends: Ends) -> None:
+        """At most `capacity` rows of at most `longest` tokens."""
         # the system gives a page of these when it is first written
         self._tokens = np.zeros((capacity, longest), dtype=np.int32)
         self._logprobs = np.zeros((capacity, longest), dtype=np.float32)
         self._first = np.zeros(capacity, dtype=np.int64)  # tokens that a request had when it entered, by slot
         self._free = list(range(capacity))
-        self._vocabulary = vocabulary
-        self._stop_sets: dict[frozenset[int], int] = {}
-        self._stops = np.zeros((0, vocabulary), dtype=bool)
+        self._ends = ends
         self._serial = 0
         self._number = 0
         self._planned: Planned | None = None
@@ -142,13 +144,12 @@ class Rows:
         self.table[SAMPLED, at] += 1
         self.table[FLYING, at] -= 1
         self.table[STEPS, at[:as_rows]] -= 1
-        return at[self._stops[self.table[STOPS, at], tokens] | (sampled + 1 >= self.table[LIMIT, at])]
+        lines = self.table[LINE, at] = self._ends.table[self.table[LINE, at], tokens]
+        return at[(lines == END) | (sampled + 1 >= self.table[LIMIT, at])]
 
     def stopped(self, at: Places) -> list[bool]:
         """Mask of the rows whose last token ends them."""
-        slots = self.table[SLOT, at]
-        last = self._tokens[slots, self.table[SAMPLED, at] - 1 - self._first[slots]]
-        return self._stops[self.table[STOPS, at], last].tolist()
+        return (self.table[LINE, at] == END).tolist()
 
     def leave(self, at: Places) -> list[Left]:
         """Remove rows, and give back what happened to their requests."""
@@ -174,24 +175,23 @@ class Rows:
         self._serial += 1
         self._serials[entry.name] = self._serial
         self.requests.append(entry.request)
-        stops = self._stop_set(frozenset(entry.stop_token_ids))
-        return [self._serial, slot, stops, entry.computed, entry.sampled, entry.flying, 0, entry.limit, entry.computed]
-
-    def _stop_set(self, tokens: frozenset[int]) -> int:
-        if tokens not in self._stop_sets:
-            if len(self) == 1:  # no other row needs those of before
-                self._stop_sets, self._stops = {}, self._stops[:0]
-            line = np.zeros((1, self._vocabulary), dtype=bool)
-            line[0, [token for token in tokens if token < self._vocabulary]] = True
-            self._stops = np.concatenate([self._stops, line])
-            self._stop_sets[tokens] = len(self._stop_sets)
-        return self._stop_sets[tokens]
+        return [
+            self._serial,
+            slot,
+            entry.line,
+            entry.computed,
+            entry.sampled,
+            entry.flying,
+            0,
+            entry.limit,
+            entry.computed,
+        ]
 
     def _left(self, place: int) -> Left:
-        _, slot, _, computed, sampled, flying, steps, _, _ = self.table[:, place].tolist()
+        _, slot, line, computed, sampled, flying, steps, _, _ = self.table[:, place].tolist()
         count = sampled - int(self._first[slot])
         tokens, logprobs = self._tokens[slot, :count].copy(), self._logprobs[slot, :count].copy()
-        return Left(self.requests[place], tokens, logprobs, computed, flying, steps)
+        return Left(self.requests[place], tokens, logprobs, computed, flying, steps, line)
 
 
 def _chosen(values: list[Any], mask: NDArray[np.bool_]) -> list[Any]:

@@ -12,6 +12,7 @@ Imports vLLM; runs in the process of the scheduler (vLLM's `scheduler_cls`).
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from tasks.data.backends import read_backend
+from tasks.data.token_bytes import token_bytes
+from tasks.engine.ends import END, Ends
+from tasks.engine.vllm import STOP_TEXTS
 from tasks.engine.vllm.rows import COMPUTED, FLYING, LIMIT, ROOM, SAMPLED, STEPS, Entry, Left, Places, Planned, Rows
 from tasks.engine.vllm.steps import Arrays, Step
 
@@ -36,8 +41,9 @@ _Blocks = tuple[list[int], ...]
 class _Response:
     """Sampled tokens of a response, without those that its row holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, line: int) -> None:
         self.tokens, self.logprobs = array("i"), array("f")  # 8 bytes a token: objects of Python take ten times that
+        self.line = line  # of the table of ends, after the tokens
 
     def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
         """The last output of the request, with all tokens and, if they were asked for, their log-probabilities."""
@@ -110,15 +116,24 @@ class _Whole(Scheduler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._responses: dict[str, _Response] = {}
-        vocabulary = self.vllm_config.model_config.get_vocab_size()
-        self._rows = Rows(self.max_num_running_reqs, self.max_model_len, vocabulary)
+        model = self.vllm_config.model_config
+        self._ends = Ends(model.get_vocab_size(), lambda: token_bytes(read_backend(Path(model.model))))
+        self._rows = Rows(self.max_num_running_reqs, self.max_model_len, self._ends)
         self._with_rows = not (
             self.connector or self.ec_connector or self.num_spec_tokens or self.has_mamba_layers or self.use_pp
         )
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        self._responses[request.request_id] = _Response()
+        if not self._responses:
+            self._ends.idle()
+        self._responses[request.request_id] = _Response(self._begin(request))
+
+    def _begin(self, request: Request) -> int:
+        how = request.sampling_params
+        return (
+            0 if how is None else self._ends.first(how.stop_token_ids or (), (how.extra_args or {}).get(STOP_TEXTS, ()))
+        )
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         names = list(self.requests) if request_ids is None else request_ids
@@ -166,10 +181,18 @@ class _Whole(Scheduler):
             messages[0] = EngineCoreOutputs()
         return messages
 
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int]) -> tuple[list[int], bool]:
+        tokens, stopped = super()._update_request_with_output(request, new_token_ids)
+        response = self._responses[request.request_id]
+        response.line = self._ends.after(response.line, tokens)
+        if response.line == END:
+            request.status, stopped = RequestStatus.FINISHED_STOPPED, True
+        return tokens, stopped
+
     def _last(self, output: EngineCoreOutput, sampled: _Sampled) -> EngineCoreOutput | None:
         """The whole response if this is its end, else nothing."""
         name = output.request_id
-        response = self._responses.get(name) or _Response()  # none if the request failed in this step
+        response = self._responses.get(name) or _Response(0)  # none if the request failed in this step
         response.tokens.extend(output.new_token_ids)
         response.logprobs.extend(sampled.of(name, len(output.new_token_ids)))
         if output.finish_reason is None:
@@ -191,12 +214,10 @@ class _Whole(Scheduler):
         )
 
     def _entry(self, request: Request) -> Entry:
-        how = request.sampling_params
-        assert how is not None
         return Entry(
             name=request.request_id,
             request=request,
-            stop_token_ids=how.stop_token_ids or (),
+            line=self._responses[request.request_id].line,
             computed=request.num_computed_tokens,
             sampled=request.num_output_tokens,
             flying=request.num_output_placeholders,
@@ -342,6 +363,7 @@ class _Whole(Scheduler):
         response = self._responses[request.request_id]
         response.tokens.frombytes(left.tokens.tobytes())
         response.logprobs.frombytes(left.logprobs.tobytes())
+        response.line = left.line
         request.append_output_token_ids(left.tokens.tolist())
         self.kv_cache_manager.cache_blocks(request, min(left.computed - left.flying, request.num_tokens))
         return request

@@ -7,7 +7,9 @@ from safetensors.torch import save_file
 
 from storage.errors import InputError, SyncMismatch
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.model import GeneratedModel
 from tasks.config.run import EngineSection
+from tasks.data.generated import generate_tokenizer
 from tasks.engine.own import OwnEngine, find_engine, load_engine
 from tasks.engine.protocol import EngineIdentity, EngineSpec, Sampling, weights_digest
 from tasks.engine.start import start_engine
@@ -80,6 +82,20 @@ def test_samples_depend_on_prompt_and_seed_alone_and_batches_are_collected(engin
     assert [row for one in found for row in one.completions.to_pylist()] == whole.to_pylist()
     greedy = Sampling(max_tokens=5, temperature=0)
     assert same(engine.generate(PROMPTS, SEEDS, greedy), engine.generate(PROMPTS, SEEDS[::-1], greedy))
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_text(engine, tmp_path):
+    """Tokens 3 to 12 are the digits."""
+    generate_tokenizer(tmp_path, GeneratedModel())
+    whole = engine.generate(PROMPTS, SEEDS, Sampling(max_tokens=9)).to_pylist()
+    found = engine.generate(PROMPTS, SEEDS, Sampling(max_tokens=9, stop=("4", "5", "6"))).to_pylist()
+    for row, without in zip(found, whole, strict=True):
+        tokens = without["response_tokens"]
+        ends = [place for place, token in enumerate(tokens, 1) if token in (7, 8, 9)][:1]
+        size = ends[0] if ends else len(tokens)
+        expected = {name: without[name][:size] for name in ("response_tokens", "logprobs")}
+        assert row == {**expected, "finish_reason": "stop" if ends else "length"}
+    assert {row["finish_reason"] for row in found} >= {"stop"}
 
 
 @pytest.mark.parametrize(("in_flight", "collected"), [("abort", []), ("wait", [None]), ("keep", [1])])
@@ -213,10 +229,11 @@ def score_of(engine):
 
 
 def test_a_batch_that_was_not_queued_is_refused(tmp_path):
-    collect = "def collect(self, wait_s):\n        self.enqueue(5, [[1]], [0], None)\n        return super().collect(0)"
-    text = f"{BASE}\n    {collect}\n"
+    collect = "def collect(self, wait_s):\n        self.enqueue(5, [[1]], [0], HOW)\n        return super().collect(0)"
+    how = "from ratchet import Sampling; HOW = Sampling(max_tokens=1)\nimport numpy"
+    text = f"{BASE}\n    {collect}\n".replace("import numpy", how, 1)
     engine = OwnEngine.of(find_engine(written(tmp_path, text), ""), SPEC)
-    with pytest.raises(InputError, match=r"batch 5, which was not queued, from collect \(mine\.py, line 16\)"):
+    with pytest.raises(InputError, match=r"batch 5, which was not queued, from collect \(mine\.py, line 17\)"):
         engine.collect(0.1)
 
 

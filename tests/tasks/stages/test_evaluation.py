@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 
 from flows.views.evaluations import evaluation_lines, evaluations
@@ -73,6 +74,19 @@ def test_what_decides_the_answers_makes_another_evaluation(root: Root, tmp_path:
     assert (first.before, second.before, third.before) == (None, 1, None)
     now, then = (one.figures["sampled/reward"] or 0.0 for one in (second, first))
     assert second.change["sampled/reward"] == now - then != 0
+
+
+def test_answers_are_drawn_as_asked_for_and_end_as_those_of_the_run(root: Root, tmp_path: Path):
+    """Tokens from 3 on are digits; the small engine draws the first `top_k` of them, and one alone with `min_p`."""
+    for settings, most in (({"top_k": 2}, 2), ({"min_p": 0.5}, 1), ({}, 10)):
+        asked = ASKED.model_copy(update={"seed": 5, **settings})
+        config = small_config(['rollout.stop=["0"]'])
+        table = read_table(root, evaluate(root, tmp_path, 1, asked, config=config), EVALUATION_SAMPLES)
+        drawn = table.filter(pc.invert(table["greedy"]))["response_tokens"].to_pylist()
+        assert max(len(set(one) - {1}) for one in drawn) <= most
+        assert max(max(one) for one in drawn) <= (4 if most == 2 else 12)
+        assert all(3 not in one[:-1] for one in table["response_tokens"].to_pylist())
+    assert max(len(set(one)) for one in drawn) > 3
 
 
 def test_evaluations_by_two_rewards_are_not_compared(root: Root, tmp_path: Path):

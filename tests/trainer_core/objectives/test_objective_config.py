@@ -49,14 +49,15 @@ def test_settings_that_contradict_each_other(settings, named):
 def test_a_nucleus_has_log_probabilities_of_its_own(settings):
     policy = PolicyConfig.model_validate(settings)
     assert policy.needs_behaviour
-    check_sampling(policy, 1.0)
-    with pytest.raises(InputError, match=r"rollout.top_p is 0.9, .* set rollout.top_p to 1"):
-        check_sampling(policy, 0.9)
+    for where, value, whole in (("rollout.top_p", 0.9, 1), ("rollout.top_k", 50, 0), ("rollout.min_p", 0.1, 0)):
+        check_sampling(policy, whole, where, whole)
+        with pytest.raises(InputError, match=rf"{where} is {value}, .* set {where} to {whole}"):
+            check_sampling(policy, value, where, whole)
 
 
 def test_without_them_a_nucleus_may_be_sampled():
     assert not PolicyConfig().needs_behaviour
-    check_sampling(PolicyConfig(), 0.5)
+    check_sampling(PolicyConfig(), 0.5, "rollout.top_p", 1)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from tasks.engine.ends import complete_after
 from tasks.engine.protocol import EngineSpec, Sampling
 from tests.tasks.engine.vllm.test_engine import PROMPTS, SEEDS, responses
 from tests.tasks.engine_process import CONTEXT
+from tests.tasks.engine_scheduling import BYTES
 from tests.tasks.engine_update import serve
 
 LONG = Sampling(max_tokens=20, stop_token_ids=(1, 2))
@@ -27,12 +29,37 @@ def plain(engines):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [LONG, Sampling(max_tokens=1), Sampling(max_tokens=9, temperature=0.7, top_p=0.8)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        LONG,
+        Sampling(max_tokens=1),
+        Sampling(max_tokens=9, temperature=0.7, top_p=0.8),
+        Sampling(max_tokens=9, temperature=1.3, top_k=5),
+        Sampling(max_tokens=9, min_p=0.2),
+        Sampling(max_tokens=9, temperature=0.7, top_p=0.9, top_k=9, min_p=0.05),
+    ],
+)
 def test_responses_have_the_bits_that_vllm_gives(engine, plain, sampling):
     batch = engine.generate(PROMPTS, SEEDS, sampling)
     found = [(*one, why) for one, why in zip(responses(batch), batch["finish_reason"].to_pylist(), strict=True)]
     assert found == plain.generate(PROMPTS, SEEDS, sampling)
     assert {why for *_, why in found} == ({"stop", "length"} if sampling is LONG else {"length"})
+
+
+def test_stop_texts_end_what_vllm_gives_without_them(engine, plain):
+    without = Sampling(max_tokens=40)
+    for stop in (("cab",), ("bb", "acca"), ("abcabcabcabcabcabcabc",)):
+        sampling = without.model_copy(update={"stop": stop})
+        batch = engine.generate(PROMPTS, SEEDS, sampling)
+        found = [(*one, why) for one, why in zip(responses(batch), batch["finish_reason"].to_pylist(), strict=True)]
+        ends = [complete_after(tokens, stop, BYTES) for tokens, _, _ in plain.generate(PROMPTS, SEEDS, without)]
+        expected = [
+            (tokens[:end], logprobs[:end], "length" if end is None else "stop")
+            for (tokens, logprobs, _), end in zip(plain.generate(PROMPTS, SEEDS, without), ends, strict=True)
+        ]
+        assert found == expected
+        assert any(ends) == (len(stop[0]) < 9)
 
 
 def test_scores_have_the_bits_that_vllm_gives(engine, plain):
