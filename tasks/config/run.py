@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, create_model, model_validator
+from pydantic import AfterValidator, Field, JsonValue, create_model, field_validator, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
