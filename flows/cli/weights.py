@@ -30,6 +30,16 @@ Which = Annotated[
     ),
 ]
 
+TopK = Annotated[
+    int, Parameter(help="Likeliest tokens that can be drawn for them; 0 for all.", validator=Number(gte=0))
+]
+MinP = Annotated[
+    float,
+    Parameter(
+        help="Least probability of a token that can be drawn for them, as a share of the likeliest one's.",
+        validator=Number(gte=0, lt=1),
+    ),
+]
 _DEFAULTS = EvaluationSettings()
 _SHOWN = 8  # names of a long list
 _POSITIVE = Parameter(validator=Number(gt=0))
@@ -48,16 +58,8 @@ def evaluate_command(
     top_p: Annotated[
         float, Parameter(help="Nucleus of the sampled answers.", validator=Number(gt=0, lte=1))
     ] = _DEFAULTS.top_p,
-    top_k: Annotated[
-        int, Parameter(help="Likeliest tokens that can be drawn for them; 0 for all.", validator=Number(gte=0))
-    ] = _DEFAULTS.top_k,
-    min_p: Annotated[
-        float,
-        Parameter(
-            help="Least probability of a token drawn for them, as a share of the likeliest one's.",
-            validator=Number(gte=0, lt=1),
-        ),
-    ] = _DEFAULTS.min_p,
+    top_k: TopK = _DEFAULTS.top_k,
+    min_p: MinP = _DEFAULTS.min_p,
     prompts: Annotated[int, _POSITIVE, Parameter(help="How many prompts, from the first.")] = _DEFAULTS.prompts,
     max_tokens: Annotated[
         int | None, _POSITIVE, Parameter(help="Limit on the tokens of an answer; by default the run's.")
