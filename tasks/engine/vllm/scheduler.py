@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -31,7 +30,7 @@ from tasks.data.token_bytes import token_bytes
 from tasks.engine.ends import END, Ends
 from tasks.engine.vllm import STOP_TEXTS
 from tasks.engine.vllm.rows import COMPUTED, FLYING, LIMIT, ROOM, SAMPLED, STEPS, Entry, Left, Places, Planned, Rows
-from tasks.engine.vllm.steps import Arrays, Step
+from tasks.engine.vllm.steps import Samples, Step
 
 _AHEAD = 64  # tokens for which a row's blocks of the cache are reserved at once
 
@@ -55,59 +54,6 @@ class _Response:
                 sampled_token_ranks=np.empty(0, dtype=np.int32),  # of no use here
             )
         return last
-
-
-class _Sampled:
-    """Samples of a step, by place in its batch."""
-
-    def __init__(self, step: SchedulerOutput, found: ModelRunnerOutput) -> None:
-        self._found = found
-        self.planned = step.planned if isinstance(step, Step) else None
-        self._places = found.req_id_to_index
-        if self.planned is not None and not self._places:
-            self._places = {name: place for place, name in enumerate(self.planned.scheduled)}
-        self._logprobs = found.logprobs.logprobs[:, 0] if found.logprobs else None
-        self._firsts = found.logprobs.cu_num_generated_tokens if found.logprobs else None
-
-    def places(self, names: Iterable[str]) -> Places:
-        """Of requests."""
-        return np.fromiter(map(self._places.__getitem__, names), dtype=np.intp)
-
-    def rows(self, planned: Planned) -> Places:
-        """Of the rows of the step."""
-        if isinstance(self._found, Arrays):  # that runner keeps their order
-            return np.arange(len(planned.serials))
-        return self.places(planned.scheduled)
-
-    def tokens(self, at: Places) -> NDArray[np.int32]:
-        """One for each place."""
-        if isinstance(self._found, Arrays):
-            return self._found.tokens[at].astype(np.int32)
-        sampled = self._found.sampled_token_ids
-        return np.array([sampled[place][0] for place in at.tolist()], dtype=np.int32)
-
-    def logprobs(self, at: Places) -> NDArray[np.float32]:
-        """One for each place. Rows ask for them."""
-        assert self._logprobs is not None
-        return self._logprobs[at if self._firsts is None else np.asarray(self._firsts)[at]]
-
-    def some(self, names: Iterable[str]) -> ModelRunnerOutput:
-        """As vLLM's scheduler reads it, for some requests and without log-probabilities, which it would cut up."""
-        found, places = self._found, {name: place for place, name in enumerate(names)}
-        at = [self._places[name] for name in places]
-        if isinstance(found, Arrays):
-            sampled = [[int(found.tokens[place])] if found.counts[place] else [] for place in at]
-        else:
-            sampled = [found.sampled_token_ids[place] for place in at] if found.sampled_token_ids else []
-        return replace(found, req_id_to_index=places, sampled_token_ids=sampled, logprobs=None)
-
-    def of(self, name: str, tokens: int) -> list[float]:
-        """Log-probabilities of a request's tokens in this step; none if the step has not computed any."""
-        if self._logprobs is None or not tokens:
-            return []
-        place = self._places[name]
-        first = place if self._firsts is None else self._firsts[place]
-        return self._logprobs[first : first + tokens].tolist()
 
 
 class _Whole(Scheduler):
@@ -168,7 +114,7 @@ class _Whole(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        sampled = _Sampled(scheduler_output, model_runner_output)
+        sampled = Samples(scheduler_output, model_runner_output)
         theirs, ended = self._take(scheduler_output, sampled)
         messages = super().update_from_output(
             replace(scheduler_output, num_scheduled_tokens=theirs), sampled.some(theirs)
@@ -189,7 +135,7 @@ class _Whole(Scheduler):
             request.status, stopped = RequestStatus.FINISHED_STOPPED, True
         return tokens, stopped
 
-    def _last(self, output: EngineCoreOutput, sampled: _Sampled) -> EngineCoreOutput | None:
+    def _last(self, output: EngineCoreOutput, sampled: Samples) -> EngineCoreOutput | None:
         """The whole response if this is its end, else nothing."""
         name = output.request_id
         response = self._responses.get(name) or _Response(0)  # none if the request failed in this step
@@ -304,7 +250,7 @@ class _Whole(Scheduler):
         return Step(**(vars(others) | merged), planned=planned, alone=alone)
 
     def _take(
-        self, output: SchedulerOutput, sampled: _Sampled
+        self, output: SchedulerOutput, sampled: Samples
     ) -> tuple[dict[str, int], list[tuple[int, EngineCoreOutput]]]:
         """Give the rows what a step sampled for them.
 

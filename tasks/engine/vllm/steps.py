@@ -1,14 +1,15 @@
 """Messages about a step over rows, from the scheduler to a model runner and back in arrays. Imports vLLM, but
 no code for cards."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 
-from tasks.engine.vllm.rows import Planned
+from tasks.engine.vllm.rows import Places, Planned
 
 
 @dataclass
@@ -29,3 +30,56 @@ class Arrays(ModelRunnerOutput):
     """By place in the batch."""
     counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """1 where the step has sampled, 0 where a prompt is not complete."""
+
+
+class Samples:
+    """Samples of a step, by place in its batch."""
+
+    def __init__(self, step: SchedulerOutput, found: ModelRunnerOutput) -> None:
+        self._found = found
+        self.planned = step.planned if isinstance(step, Step) else None
+        self._places = found.req_id_to_index
+        if self.planned is not None and not self._places:
+            self._places = {name: place for place, name in enumerate(self.planned.scheduled)}
+        self._logprobs = found.logprobs.logprobs[:, 0] if found.logprobs else None
+        self._firsts = found.logprobs.cu_num_generated_tokens if found.logprobs else None
+
+    def places(self, names: Iterable[str]) -> Places:
+        """Of requests."""
+        return np.fromiter(map(self._places.__getitem__, names), dtype=np.intp)
+
+    def rows(self, planned: Planned) -> Places:
+        """Of the rows of the step."""
+        if isinstance(self._found, Arrays):  # that runner keeps their order
+            return np.arange(len(planned.serials))
+        return self.places(planned.scheduled)
+
+    def tokens(self, at: Places) -> NDArray[np.int32]:
+        """One for each place."""
+        if isinstance(self._found, Arrays):
+            return self._found.tokens[at].astype(np.int32)
+        sampled = self._found.sampled_token_ids
+        return np.array([sampled[place][0] for place in at.tolist()], dtype=np.int32)
+
+    def logprobs(self, at: Places) -> NDArray[np.float32]:
+        """One for each place. Rows ask for them."""
+        assert self._logprobs is not None
+        return self._logprobs[at if self._firsts is None else np.asarray(self._firsts)[at]]
+
+    def some(self, names: Iterable[str]) -> ModelRunnerOutput:
+        """As vLLM's scheduler reads it, for some requests and without log-probabilities, which it would cut up."""
+        found, places = self._found, {name: place for place, name in enumerate(names)}
+        at = [self._places[name] for name in places]
+        if isinstance(found, Arrays):
+            sampled = [[int(found.tokens[place])] if found.counts[place] else [] for place in at]
+        else:
+            sampled = [found.sampled_token_ids[place] for place in at] if found.sampled_token_ids else []
+        return replace(found, req_id_to_index=places, sampled_token_ids=sampled, logprobs=None)
+
+    def of(self, name: str, tokens: int) -> list[float]:
+        """Log-probabilities of a request's tokens in this step; none if the step has not computed any."""
+        if self._logprobs is None or not tokens:
+            return []
+        place = self._places[name]
+        first = place if self._firsts is None else self._firsts[place]
+        return self._logprobs[first : first + tokens].tolist()
