@@ -117,8 +117,8 @@ def random_samples(seed=0, groups=4, per_group=4, turns=False):
 
 def places_of(samples, row):
     """Places of the policy's tokens in a sequence."""
-    first = int(samples.response_lengths[:row].sum())
-    gaps = samples.gaps[first : first + samples.response_lengths[row]]
+    first, count = int(samples.response_lengths[:row].sum()), samples.response_lengths[row]
+    gaps = np.zeros(count, dtype=np.int64) if samples.gaps is None else samples.gaps[first : first + count]
     return samples.prompt_lengths[row] + np.cumsum(gaps + 1) - 1
 
 
