@@ -57,8 +57,6 @@ class _Token:
 
 @dataclass(frozen=True)
 class _Value:
-    """Part of a condition."""
-
     expression: pc.Expression
     kind: Kind
     place: int

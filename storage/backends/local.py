@@ -304,7 +304,6 @@ def _flush_names(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -167,8 +167,6 @@ def compact_new(
 
 @dataclass(frozen=True)
 class _Place:
-    """The scored iterations of one chunk."""
-
     number: int
     rollouts: Mapping[int, str]  # key of the manifest of each iteration's samples, in order
     rewards: Mapping[int, str]  # that of their scores

@@ -133,8 +133,6 @@ def check_past(root: Root, run: str, known: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _New:
-    """A run in the making."""
-
     source: Root
     root: Root
     workflow: Workflow

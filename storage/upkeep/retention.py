@@ -155,8 +155,6 @@ def give_up(
 
 @dataclass(frozen=True)
 class _Cleaning:
-    """Finding and deleting what nothing needs in one run."""
-
     root: Root
     run: str
     moment: datetime = field(default_factory=lambda: datetime.now(UTC))

@@ -118,7 +118,6 @@ def _verified(root: Root, run: str) -> Verification:
 
 
 def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
-    """The readable records of a run, and findings for the rest."""
     flaws: list[Finding] = []
     try:
         revisions = names(root, run).revisions

@@ -70,7 +70,6 @@ class Setting[Config, Live]:
 def _of_experts(
     name: str, read: Callable[[Any], Value], wanted: Callable[[TrainerConfig], Value] | None = None
 ) -> Setting[TrainerConfig, Built]:
-    """A setting of the layers with experts."""
     return Setting(name, lambda live: {read(one) for one in _experts(live)}, wanted, everywhere=False)
 
 
@@ -234,7 +233,6 @@ def _groups_of(module: Any) -> Any:
 
 
 def _context(module: Attention) -> int:
-    """Ranks over which an attention goes."""
     core = vars(module.core_attention)
     # Transformer Engine's holds its group, or none if there is one rank
     group = core["cp_group"] if _TE_ATTENTION & core.keys() else _groups_of(module).cp
@@ -247,7 +245,6 @@ def _buffers(live: Built) -> list[Any]:
 
 
 def _of_groups(live: Built, name: str) -> set[Value]:
-    """Settings of the groups of buckets, which reduce gradients."""
     return {vars(group.ddp_config)[name] for chunk in live.chunks for group in chunk.bucket_groups}
 
 

@@ -162,7 +162,6 @@ class Passes:
     def _differentiated(
         self, batch: MicroBatch, logits: torch.Tensor, objective: Objective
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        """Finish a micro-batch on the last stage, with the loss."""
         logprobs, entropy = self._logprobs(batch, logits, objective.temperature, objective.entropy)
         result = objective.loss(batch, logprobs, entropy)
         total = (batch.segments.own_sum(result.loss) * batch.weights).sum()

@@ -78,8 +78,6 @@ def _megatron_replacements() -> Iterator[tuple[Any, str, object]]:
 
 
 class _Stream:
-    """A CUDA stream in a world with one."""
-
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 

@@ -153,7 +153,6 @@ def _captured() -> dict[str, Any]:
 
 
 def _restore(state: dict[str, Any]) -> None:
-    """Restore what `_captured` returned, on this rank."""
     version, words, normal = state["random"]
     name, key, *numbers = state["numpy"]
     restored = {

@@ -34,8 +34,6 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
 
 @dataclass(frozen=True)
 class _Flaw:
-    """One bit to flip."""
-
     name: str  # the tensor
     index: tuple[int, ...]  # the element; its lowest bit is flipped
 
@@ -127,8 +125,6 @@ class _Comparison:
 
 @dataclass
 class _Difference:
-    """Differences found in the regions of one tensor so far."""
-
     elements: int = 0
     differing: int = 0
     first: str = ""

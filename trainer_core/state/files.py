@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A box of a whole tensor in a file."""
-
     box: Box  # all that its rank holds of the whole tensor
     dtype: torch.dtype
     region: Region

@@ -131,7 +131,6 @@ def _add_words(
     block: tl.constexpr,
     narrow: tl.constexpr,
 ) -> None:
-    """Add the mixed words of one span of a tensor to the tensor's sum."""
     tensor = tl.load(work + 2 * tl.program_id(0))
     begin = tl.load(work + 2 * tl.program_id(0) + 1) * span
     address = base + tl.load(table + 4 * tensor)

@@ -254,8 +254,6 @@ def _expert(name: str) -> int:
 
 @dataclass
 class _Packer:
-    """Places tensors in buckets, one open bucket for each sender."""
-
     limit: int
     senders: list[int] = field(default_factory=list)  # sender of each bucket
     sizes: list[int] = field(default_factory=list)  # bytes of each bucket

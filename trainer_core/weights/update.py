@@ -79,7 +79,6 @@ class Update:
             return sender
 
     def _carry(self, sender: BucketSender, bucket: Bucket, parcel: Parcel) -> None:
-        """Send a bucket, or send this rank's shards to its sender."""
         shards = Shards()
         for expert in (False, True):
             wanted = [one.live for one in parcel.conversions if one.gathers and one.row.expert == expert]

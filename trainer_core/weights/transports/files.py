@@ -18,8 +18,6 @@ _PAUSE_S = 0.05  # an object store is asked twenty times a second
 
 
 class _BucketFiles:
-    """The files of one update, from either end."""
-
     def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
         fs, folder = fsspec.core.url_to_fs(channel.folder)
         self._fs: Any = fs
@@ -28,7 +26,6 @@ class _BucketFiles:
         self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
     def _check(self) -> None:
-        """Raise SyncMismatch if the other end has failed, with its reason."""
         if self._fs.exists(f"{self._folder}/{FAILED}"):
             raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode() or UNKNOWN)
 

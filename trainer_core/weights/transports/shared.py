@@ -195,7 +195,6 @@ class SharedReceiver:
             self._reading = None
 
     def _shown(self, bucket: Bucket) -> torch.Tensor:
-        """The arena of a bucket that can be read."""
         if bucket.sender not in self._seen:
             self._seen[bucket.sender] = self._opener.open(bucket.sender)
         return self._seen[bucket.sender][0][self._signals.place_of(bucket)][: bucket.nbytes]
