@@ -7,7 +7,6 @@ never outlives its tensors.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -21,30 +20,6 @@ _DEVICE_BOUND = 1.05  # a device that ends so much later than the host was what 
 Report = Mapping[str, torch.Tensor]  # results of a micro-batch that a pass keeps
 Run = Callable[[Sequence[MicroBatch]], list[Report]]  # runs micro-batches through the model
 Work = Callable[[], list[Report]]  # runs a single one
-
-
-class Recorder(Protocol):
-    """Records work and repeats it, if that saves time."""
-
-    def first(self, work: Work) -> list[Report]:
-        """Do the work unrecorded, and measure its time."""
-        ...
-
-    def pays(self, left: int, positions: int) -> bool:
-        """True if `left` micro-batches of so many positions end sooner when the next is recorded."""
-        ...
-
-    def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
-        """Record the work; returns its result without values, and a function that repeats it and fills them in."""
-        ...
-
-
-@dataclass(frozen=True)
-class Recorders:
-    """Recorder of each kind of pass: their times differ."""
-
-    scoring: Recorder  # for passes without gradients
-    training: Recorder  # for passes with gradients
 
 
 @dataclass
@@ -72,6 +47,7 @@ class Graphs:
         self._replays: list[tuple[torch.cuda.Event, int]] = []
 
     def first(self, work: Work) -> list[Report]:
+        """Do the work unrecorded, and measure its time."""
         torch.cuda.synchronize()
         if len(self._replays) > 1:  # of the previous pass of this kind, which has ended
             (first, _), (last, _) = self._replays[0], self._replays[-1]
@@ -86,10 +62,12 @@ class Graphs:
         return results
 
     def pays(self, left: int, positions: int) -> bool:
+        """True if `left` micro-batches of so many positions end sooner when the next is recorded."""
         return self._pace.pays(left, positions)
 
     def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:
-        """Raises RatchetError: something in it waits for the device, or allocates outside torch."""
+        """Record the work; returns its result without values, and a function that repeats it and fills them in. Raises
+        RatchetError: something in it waits for the device, or allocates outside torch."""
         graph, clock = torch.cuda.CUDAGraph(), time.perf_counter()
         torch.cuda.synchronize()
         try:
@@ -109,7 +87,15 @@ class Graphs:
         return results, again
 
 
-def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Recorder) -> list[Report]:
+@dataclass(frozen=True)
+class Recorders:
+    """Recorder of each kind of pass: their times differ."""
+
+    scoring: Graphs  # for passes without gradients
+    training: Graphs  # for passes with gradients
+
+
+def replayed(batches: Sequence[MicroBatch], run: Run, recorder: Graphs) -> list[Report]:
     """Run all micro-batches of a pass, of one shape, and record one of them if that pays. The first runs unrecorded: it
     creates plans of kernels and tables of rotations."""
     waiting = iter(told(batches, "micro-batches"))
