@@ -92,8 +92,8 @@ RETRAIN = (
         "retrain-moving-window",
         "--newer-than counts from each start, not from the first",
         "tasks/retraining.py",
-        "        since = recorded.since if recorded is not None and recorded.since is not None else since\n",
-        "",
+        "(recorded or since).isoformat()",
+        "since.isoformat()",
         _LOOP,
     ),
     Mutant(

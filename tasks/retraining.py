@@ -7,20 +7,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from storage import layout
-from storage.backends.root import Root, open_root
+from storage.backends.root import Root
 from storage.errors import InputError
 from storage.filters import parse_filter
 from storage.ids import check_run_name
 from storage.manifest import find
 from storage.selection import OFFERED
-from storage.upkeep.catalog import names, require_run
+from storage.upkeep.catalog import names
 from storage.upkeep.fork import Announce, Forked, branch
 from tasks.checks import check_branch
 from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
-from tasks.config.identity import changed_meaning, fixed_by_prepare
 from tasks.config.retrain import RetrainSection, absolute, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
-from tasks.config.stored import ConfigRecord, stored_config
+from tasks.config.stored import ConfigRecord, check_fixed, stored_config
 from tasks.rewards.trying import call_reward
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import stored_codec
@@ -39,8 +38,7 @@ def retrain_config(
     changes = {} if config is None else load_changes(config)
     changes = merged(changes, {"retrain": dict(given)} if given else {})
     apply_overrides(changes, settings)
-    if root.exists(layout.run_config_key(check_run_name(run))):
-        before = stored_config(root, run)
+    if (before := _recorded(root, run)) is not None:
         if before.retrain is None:
             raise InputError(f"run {run!r} exists and samples for itself: give the new run another name")
         return _parsed(merged(before.model_dump(mode="json"), changes), run)
@@ -55,18 +53,15 @@ def retrain_config(
     document["evaluate"] = {"every": 0}  # it needs an engine, and the examples need samples of the run's own
     document["report"] = {**document["report"], "examples": 0}
     made = _parsed(merged(_corrected(document, changes), changes), run)
-    _check_fixed(before, made, place.run)
+    check_fixed(before, made, place.run, "a run that begins from it")
     return made
 
 
 def since_of(root: Root, run: str, age: str, now: datetime | None = None) -> str:
-    """The time from which `--newer-than AGE` counts: fixed when the run begins, whenever it is continued. Raises
-    InputError: `age` is of another form."""
-    since = moment_before(age, now or datetime.now(UTC))
-    if root.exists(layout.run_config_key(check_run_name(run))):
-        recorded = stored_config(root, run).retrain
-        since = recorded.since if recorded is not None and recorded.since is not None else since
-    return since.isoformat()
+    """The time from which `--newer-than AGE` counts, fixed when the run begins. Raises InputError: another form."""
+    since, before = moment_before(age, now or datetime.now(UTC)), _recorded(root, run)
+    recorded = None if before is None or before.retrain is None else before.retrain.since
+    return (recorded or since).isoformat()
 
 
 def start_of(root: Root, run: str, text: str) -> str:
@@ -74,10 +69,9 @@ def start_of(root: Root, run: str, text: str) -> str:
     text, place = absolute(text), place_of(text)
     if "@" in text:
         return text
-    if root.exists(layout.run_config_key(check_run_name(run))):
-        recorded = stored_config(root, run).retrain
-        if recorded is not None and recorded.start.rpartition("@")[0] == text:
-            return recorded.start
+    before = _recorded(root, run)
+    if before is not None and before.retrain is not None and before.retrain.start.rpartition("@")[0] == text:
+        return before.retrain.start
     recorded = names(open_place(root, place), place.run)
     states = {at: key for (at, stage), key in recorded.newest.items() if stage == Stage.TRAIN}
     if not (kept := [at for at, key in states.items() if key not in recorded.retired]):
@@ -108,6 +102,11 @@ def begin_retraining(
     return branch(source, WORKFLOW, place.run, place.first, root, run, record.digest, record, announce)
 
 
+def _recorded(root: Root, run: str) -> RunConfig | None:
+    """The configuration of a run; None if there is no such run yet."""
+    return stored_config(root, run) if root.exists(layout.run_config_key(check_run_name(run))) else None
+
+
 def _parsed(document: dict[str, Any], run: str) -> RunConfig:
     return parse_config(with_functions(document, None), f"of run {run} with the given settings")
 
@@ -131,18 +130,8 @@ def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     return merged(document, {"train": {"policy": {"correction": {"type": "truncate"}}}})
 
 
-def _check_fixed(before: RunConfig, made: RunConfig, source: str) -> None:
-    changed = changed_meaning(before.meaning(), made.meaning())
-    if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
-        raise InputError(
-            f"what iteration 0 of run {source!r} has fixed cannot be changed in a run that begins from it:\n  "
-            + "\n  ".join(decided)
-        )
-
-
 def _check_selection(root: Root, section: RetrainSection) -> None:
     if section.where.strip():
         parse_filter(section.where, OFFERED)
     for text in section.select:
-        place = place_of(text)
-        require_run(root if place.root is None else open_root(place.root), place.run)
+        open_place(root, place_of(text))

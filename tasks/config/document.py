@@ -79,8 +79,8 @@ def read_document(path: str) -> dict[str, Any]:
 
 
 def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
-    """A configuration without a file, of settings by section and `section.key=value` overrides. Raises InputError: a
-    value cannot be used, or one is missing."""
+    """A configuration without a file, of tables and overrides. Raises InputError: a value cannot be used, or is
+    missing."""
     return completed(without_blanks(tables), overrides, None, where)
 
 

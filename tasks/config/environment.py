@@ -115,8 +115,7 @@ class Settings:
         return self.ray_address is None
 
     def device(self, kind: Device | Literal["auto"]) -> Device:
-        """Device to compute on; `auto` is CUDA if a card is visible. Raises InputError: CUDA is asked for without
-        one."""
+        """Device to compute on; `auto` is CUDA if a card is visible. Raises InputError: none is, for CUDA."""
         if kind == "cuda" and not self.gpus:
             raise InputError('device.kind is "cuda", but no GPU is visible; use "auto" or "cpu"')
         if kind == "auto":

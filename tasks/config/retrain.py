@@ -43,8 +43,7 @@ def place_of(text: str) -> Place:
 
 
 def absolute(text: str) -> str:
-    """A place with the absolute URL of its root, if it names one: a relative path is resolved when it is written down.
-    Raises InputError: it has another form."""
+    """A place with the absolute URL of its root, if it names one. Raises InputError: it has another form."""
     place, (root, _, rest) = place_of(text), text.rpartition("//")
     return text if place.root is None else f"{absolute_url(root)}//{rest}"
 

@@ -40,10 +40,8 @@ class ConfigRecord(RunConfig):
 
     rules: Literal[1] = RULES
     """Version of the rules by which the digest is made."""
-
     request: str | None = None
     """Identity of the flow run that began the run, which no other flow run takes for its own; None if a command did."""
-
     former: tuple[str, ...] = ()
     """Digests of the configurations that the run had before it was corrected in place (`corrections`)."""
 
@@ -88,8 +86,8 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
 
 
 def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]:
-    """The configuration of each revision of a run by its digest, also by those that the first one had before it was
-    corrected; empty if there is one alone."""
+    """The configuration of each revision by its digest, also by former ones of the first; empty if there is one
+    alone."""
     first = read_config(root, run, revisions.seen(0))
     if not first.former and not any(rerun.settings for rerun in revisions.reruns):
         return {}
@@ -127,14 +125,16 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
     apply_overrides(document, settings)
     document["run"]["name"] = run
     config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
+    check_fixed(before, config, parent, "a fork of it")
+    return config
+
+
+def check_fixed(before: RunConfig, config: RunConfig, parent: str, what: str) -> None:
+    """Raises InputError: the configuration of `what` changes a setting that iteration 0 of the run before has fixed."""
     changed = changed_meaning(before.meaning(), config.meaning())
     if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
-        raise InputError(
-            f"what iteration 0 of run {parent!r} has fixed cannot be changed in a fork of it:\n  "
-            + "\n  ".join(decided)
-            + "\nStart a new run instead"
-        )
-    return config
+        lines = "\n  ".join([f"what iteration 0 of run {parent!r} has fixed cannot be changed in {what}:", *decided])
+        raise InputError(f"{lines}\nStart a new run instead")
 
 
 def record_config(

@@ -41,8 +41,8 @@ def draw(
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as the smallest whole numbers of the same proportions, to four decimals. Raises InputError: there is no
-    such pattern of reasonable length."""
+    """Weights as the smallest whole numbers in proportion, to four decimals. Raises InputError: their sum is too
+    large."""
     parts = [Fraction(str(weight)).limit_denominator(_EXACT) for weight in weights]
     common = math.lcm(*(part.denominator for part in parts))
     counts = [int(part * common) for part in parts]

@@ -129,12 +129,10 @@ def _access(download: bool) -> Iterator[None]:
     """Let the hub's library use the network, or keep it offline, while the block lasts."""
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = not download
-    try:
+    with ExitStack() as after:
+        after.callback(setattr, constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+        constants.HF_HUB_OFFLINE = not download
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 @contextmanager

@@ -58,8 +58,7 @@ class ImportRecord(BaseModel, frozen=True, extra="forbid"):
 
 def import_samples(root: Root, order: ImportOrder) -> Imported:
     """Store the samples of some files as a new run; repeated after a crash, it completes that. Raises CommitConflict
-    (it was begun with files of other content) or InputError (a file, a column or a value cannot be used; nothing was
-    committed)."""
+    (it was begun with files of other content) or InputError (a file, column or value cannot be used)."""
     check_run_name(order.run)
     check_not_removed(root, order.run)
     for name, column in order.columns.items():

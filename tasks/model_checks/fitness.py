@@ -20,8 +20,7 @@ _OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")
 
 
 def source_facts(config: RunConfig, device: Device) -> Facts:
-    """Checked config.json of the model that a new run starts from. Raises InputError: the model cannot be had, is not
-    whole, or cannot be trained or served."""
+    """Checked config.json of a new run's model. Raises InputError: it is not whole, or cannot be trained or served."""
     section = config.model
     if section.generate is not None:
         return model_config(section.generate)

@@ -6,7 +6,6 @@ if samples are scored again."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime
 
 import numpy as np
 import pyarrow as pa
@@ -97,7 +96,8 @@ def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
         for iteration in _wanted(source, place, text):
             for manifest in source.rollouts(iteration, every_revision=section.revisions == "all"):
                 origin = manifest.digest if manifest.origin is None else manifest.origin.digest
-                if origin not in seen and _is_since(manifest, section.since):
+                late = section.since is None or manifest.finished >= section.since
+                if late and origin not in seen:
                     seen.add(origin)
                     yield _offered(own, source, manifest)
 
@@ -115,10 +115,6 @@ def _offered(own: Root, source: _Run, manifest: Manifest) -> Rollout:
     seen, where = source.recorded.revisions, None if source.root.url == own.url else source.root.url
     reward = scores_of(source.root, WORKFLOW, manifest, seen)
     return Rollout(source.root, where, manifest, reward, source.prompts_of(manifest), seen.head)
-
-
-def _is_since(manifest: Manifest, since: datetime | None) -> bool:
-    return since is None or manifest.finished >= since
 
 
 @dataclass(frozen=True)
@@ -279,10 +275,9 @@ class Ranges:
 
     def add(self, table: pa.Table) -> None:
         """Take a share into account."""
-        for name in ("prompt_tokens", "response_tokens"):
-            self.largest_token = max(self.largest_token, int(flat(table[name])[0].max(initial=0)))
-        lengths = [_lengths(table, name) for name in ("prompt_tokens", "response_tokens")]
-        self.longest = max(self.longest, int((lengths[0] + lengths[1]).max(initial=0)))
+        (prompts, starts), (responses, ends) = (flat(table[name]) for name in ("prompt_tokens", "response_tokens"))
+        self.largest_token = max(self.largest_token, *(int(one.max(initial=0)) for one in (prompts, responses)))
+        self.longest = max(self.longest, int((np.diff(starts) + np.diff(ends)).max(initial=0)))
         self.temperatures |= set(pc.unique(table["temperature"]).to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
         self.least_top_p = min(self.least_top_p, float(table["top_p"].to_numpy().min()))
         values, offsets = flat(table["logprobs"])
@@ -291,10 +286,6 @@ class Ranges:
         rewards = table["reward"].drop_null().to_numpy()
         self.rewards += float(rewards.sum(dtype=np.float64))
         self.scored += len(rewards)
-
-
-def _lengths(table: pa.Table, name: str) -> NDArray[np.int64]:
-    return np.diff(flat(table[name])[1])
 
 
 def _source(rollout: Rollout, rows: int, selected: int) -> Source:

@@ -178,8 +178,7 @@ class _Update:
 
     @contextmanager
     def _sending(self, digest: str) -> Iterator[Pending[list[Sent]]]:
-        """Ranks begin to send into their own arenas; no engine reads them before all have agreed to the plan. If the
-        block fails they stop, and are waited for."""
+        """Ranks begin to send into their own arenas. If the block fails they stop, and are waited for."""
         sending = self.group.submit(TrainerProtocol.send_weights, digest, self.channel, self.stored)
         try:
             yield sending
