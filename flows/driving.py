@@ -203,6 +203,8 @@ def retain(
     section = config.storage
     if section.keep_newest is None:
         return
-    retention = Retention(newest=section.keep_newest, every=section.keep_every)
+    # a rollout ahead may have to be sampled again with weights that were trained before the newest
+    newest = max(section.keep_newest, config.rollout.ahead + 1)
+    retention = Retention(newest=newest, every=section.keep_every)
     work = catch_up if served is None else partial(give_up, served=served)
     work(root, workflow_of(config), name, retention, fence=fence, revisions=revisions)

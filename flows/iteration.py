@@ -1,12 +1,14 @@
 """The loop: the stages of a run, over two sources of samples. Only manifests pass between stages, as typed views."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.views.history import evaluation_due
 from storage.errors import InputError
 from tasks.config.run import RunConfig
+from tasks.stages.beside import Beside
 from tasks.stages.context import RunContext
 from tasks.stages.evaluate import evaluate
 from tasks.stages.names import Stage
@@ -27,6 +29,8 @@ class Position:
     prepared: Prepared
     trained: Trained
     served: Served
+    rollouts: tuple[Rollouts, ...] = ()
+    """That of the iteration, if it is not 0, and those of the next ones that were sampled ahead."""
 
 
 def begin(run: RunContext) -> Position:
@@ -40,15 +44,46 @@ def begin(run: RunContext) -> Position:
 
 
 def iterate(run: RunContext, iteration: int, before: Position) -> Position:
-    """One RL iteration, from served weights to the next served weights."""
-    prepared = before.prepared
-    rollouts = rollout(run, iteration, prepared, before.served)
+    """One RL iteration, from served weights to the next served weights. Rollouts of the next `rollout.ahead` iterations
+    are sampled beside its training: the engines get its weights once training and rollouts are done."""
+    prepared, ahead, last = before.prepared, run.config.rollout.ahead, run.config.run.iterations
+    # rollouts that need older weights than those served last come first; only a start finds that they are missing
+    due = _sampled(run, before, min(last, iteration + max(ahead - 1, 0)) if iteration > 1 else 1)
+    rollouts = next(one for one in due.rollouts if one.manifest.iteration == iteration)
     rewards = reward(run, iteration, prepared, rollouts)
-    trained = train(run, iteration, prepared, rollouts, rewards, before.trained)
+    with _sampling(run, due, min(last, iteration + ahead)) as beside:
+        trained = train(run, iteration, prepared, rollouts, rewards, before.trained)
     served = weight_sync(run, iteration, prepared, trained)
     if _evaluation_due(run, iteration):
         evaluate(run, iteration, prepared, served)
-    return Position(prepared, trained, served)
+    later = tuple(one for one in beside().rollouts if one.manifest.iteration >= iteration)
+    return Position(prepared, trained, served, later)
+
+
+def _sampled(run: RunContext, before: Position, last: int) -> Position:
+    """The position with the rollouts up to that of iteration `last`."""
+    rollouts = before.rollouts
+    for iteration in range(rollouts[-1].manifest.iteration + 1 if rollouts else 1, last + 1):
+        version, drawn = sampled_by(run, iteration), rollouts[-1] if rollouts else before.prepared
+        now = before.served.weight_version == version
+        served = before.served if now else Served(run.need(version, Stage.WEIGHT_SYNC))
+        rollouts = (*rollouts, rollout(run, iteration, before.prepared, served, drawn))
+    return replace(before, rollouts=rollouts)
+
+
+@contextmanager
+def _sampling(run: RunContext, due: Position, last: int) -> Iterator[Callable[[], Position]]:
+    """Sample the rollouts up to that of iteration `last` beside the block; afterwards the call returns the position."""
+    if due.rollouts[-1].manifest.iteration >= last:
+        yield lambda: due
+        return
+    with Beside(run, lambda own: _sampled(own, due, last)) as beside:
+        yield beside.result
+
+
+def sampled_by(run: RunContext, iteration: int) -> int:
+    """The iteration whose weight-sync stage serves the weights that sample the rollout of `iteration`."""
+    return max(0, iteration - 1 - run.config.rollout.ahead)
 
 
 def position_after(run: RunContext, iteration: int) -> Position:
@@ -61,6 +96,7 @@ def position_after(run: RunContext, iteration: int) -> Position:
         prepared=Prepared(run.need(0, Stage.PREPARE)),
         trained=Trained(run.need(iteration, Stage.TRAIN)),
         served=Served(run.need(iteration, Stage.WEIGHT_SYNC)),
+        rollouts=(Rollouts(run.need(iteration, Stage.ROLLOUT)),) if iteration else (),
     )
 
 
@@ -131,7 +167,9 @@ def redo(run: RunContext, iteration: int, stage: Stage) -> View:
     prepared = Prepared(run.need(0, Stage.PREPARE))
     match stage:
         case Stage.ROLLOUT:
-            return rollout(run, iteration, prepared, Served(run.need(iteration - 1, Stage.WEIGHT_SYNC)))
+            served = Served(run.need(sampled_by(run, iteration), Stage.WEIGHT_SYNC))
+            drawn = Rollouts(run.need(iteration - 1, Stage.ROLLOUT)) if iteration > 1 else prepared
+            return rollout(run, iteration, prepared, served, drawn)
         case Stage.REWARD:
             return reward(run, iteration, prepared, Rollouts(run.need(iteration, Stage.ROLLOUT)))
         case Stage.TRAIN if iteration:

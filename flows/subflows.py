@@ -76,8 +76,9 @@ class Subflows:
         """Do the work of a stage in a Prefect task, in the subflow of the iteration that is under way."""
         if stage is Stage.WEIGHT_SYNC and iteration < self._last:
             self._ahead = self._opened(iteration + 1)  # a second or two before it is needed
-        context = self._iterations[-1].context if self._iterations else self._parent.copy()
-        return outcome(context.run(stage_task(stage), iteration, work, inputs, self._shown_elsewhere))
+        context = self._iterations[-1].context if self._iterations else self._parent
+        # a copy, because a rollout may run beside a training
+        return outcome(context.copy().run(stage_task(stage), iteration, work, inputs, self._shown_elsewhere))
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.mutants_ahead import AHEAD
 from infra.mutants_closed import CLOSED
 from infra.mutants_engine import ENGINE
 from infra.mutants_evaluate import EVALUATE
@@ -53,6 +54,7 @@ from infra.mutants_upkeep import UPKEEP
 
 MUTANTS = (
     *OBJECTIVES,
+    *AHEAD,
     *ENGINE,
     *ROWS,
     *SAMPLING,

@@ -44,8 +44,8 @@ STAGES = (
         "rollout-before-its-state",
         "samples are committed before the state that made them is durable",
         "tasks/stages/rollout.py",
-        "    work.context.outbox.settle()  # samples count only once the state that made them is durable\n",
-        "",
+        "        work.context.outbox.settle()\n",
+        "        pass\n",
         _FAULTS,
     ),
     Mutant(
@@ -132,10 +132,10 @@ STAGES = (
     ),
     Mutant(
         "cursor-of-the-rollout",
-        "prompts count as consumed once they are sampled, not once they are trained on",
-        "tasks/stages/weight_sync.py",
-        '"cursor": trained.cursor}',
-        '"cursor": 0}',
+        "each rollout draws the first prompts",
+        "tasks/stages/rollout.py",
+        "drawn(work, prepared, before.cursor)",
+        "drawn(work, prepared, 0)",
         _STAGES,
     ),
     Mutant(

@@ -39,6 +39,7 @@ class WriteBehind:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
+        self._adding = threading.Lock()
         self._dropped = threading.Event()
         self._again: Again = never_again
 
@@ -71,13 +72,14 @@ class WriteBehind:
     def add(self, job: Callable[[], object]) -> Future[None]:
         """Do `job` after everything that was added before; raises as `idle`. The future is done when the job is, has
         its error, or is cancelled if the job was dropped."""
-        if self.idle and self._thread is None:
-            # a daemon: an upload that an interrupt leaves behind does not keep the process alive
-            self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
-            self._thread.start()
-        self._last = Future()
-        self._jobs.put((job, self._last))
-        return self._last
+        with self._adding:
+            if self.idle and self._thread is None:
+                # a daemon: an upload that an interrupt leaves behind does not keep the process alive
+                self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
+                self._thread.start()
+            self._last = added = Future[None]()
+            self._jobs.put((job, added))
+            return added
 
     @meter.measured()  # waiting here is waiting for storage
     def settle(self) -> None:
@@ -115,7 +117,7 @@ class WriteBehind:
             elif failure is not None:
                 future.set_exception(failure)
             else:
-                with _Answer(future), meter.separate():
+                with Answer(future), meter.separate():
                     self._do(job)
                 failure = future.exception()
 
@@ -131,7 +133,7 @@ class WriteBehind:
                 return
 
 
-class _Answer:
+class Answer:
     """Hands the result or error of a block to the threads that wait for it."""
 
     def __init__(self, future: Future[None]) -> None:

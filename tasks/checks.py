@@ -144,6 +144,7 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     samples = config.rollout.prompts * config.rollout.samples
     if config.retrain is None:
         _check_algorithm(config)
+        _check_ahead(config)
         _check_lengths(config)
     else:  # the selection is checked for what it is; no engine is started
         samples = config.retrain.samples
@@ -170,6 +171,31 @@ def _check_algorithm(config: RunConfig) -> None:
     if (comparing := policy.compares) is not None and samples == 1:
         fact = f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1"
         raise InputError(f"{fact}: raise it to 2 or more")
+
+
+def _check_ahead(config: RunConfig) -> None:
+    """Refuse rollouts beside a training where one of both has no use for that, or no room."""
+    if not config.rollout.ahead:
+        return
+    policy, given = config.train.policy, f"rollout.ahead = {config.rollout.ahead}"
+    older = f"{given} trains on samples of older weights"
+    if policy.loss.paired:
+        raise InputError(
+            f'{older}, which train.policy.loss.type = "{policy.loss.type}" cannot correct for: it compares pairs of '
+            "samples by the log-probabilities of the trained policy alone. Set rollout.ahead to 0"
+        )
+    if policy.needs_advantages and not policy.needs_behaviour:
+        raise InputError(
+            f'{older}, and nothing in train.policy corrects for that: set train.policy.old_policy to "behaviour", or '
+            "give train.policy.correction a type; both use the log-probabilities stored with the samples"
+        )
+    turns = "engine.sleep" if config.engine.sleep else "train.memory" if config.train.memory.in_use else None
+    if turns is not None:
+        raise InputError(
+            f"{given} lets engines sample while the trainer trains, but under {turns} one gives its memory to the "
+            f'other: leave {turns} out, with cards of their own for the engines (engine.cards = "own") if there is no '
+            "room for both, or set rollout.ahead to 0"
+        )
 
 
 def _device(config: RunConfig) -> Device:

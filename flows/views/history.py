@@ -268,8 +268,9 @@ def _seconds(manifests: Sequence[Manifest], before: Manifest | None) -> float:
     for manifest in manifests:
         # time between two stages of one process is part of the work, time between two processes is not
         continued = before if before is not None and before.writer == manifest.writer else None
-        total += manifest.finished - (manifest.started if continued is None else continued.finished)
-        before = manifest
+        total += max(manifest.finished - (manifest.started if continued is None else continued.finished), timedelta())
+        # a rollout beside the training before it may have been finished earlier
+        before = manifest if before is None or manifest.finished > before.finished else before
     return total.total_seconds()
 
 

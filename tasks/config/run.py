@@ -77,6 +77,9 @@ class RolloutSection(Section):
     these never have."""
     groups_per_part: Annotated[int, RUNTIME] = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
+    ahead: int = Field(default=0, ge=0)
+    """Iterations whose rollouts may be sampled beside the training of one: each rollout is sampled with weights that
+    are so many updates older. With 0 rollout and training take turns."""
 
     @field_validator("stop")
     @classmethod

@@ -1,5 +1,6 @@
 """The context of a run's stages: its storage, configuration, workers and observers."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -101,6 +102,11 @@ class RunContext:
     """Folder in shared memory for the state that is being stored; else, or without room, `scratch` is used."""
     say: Callable[[str], object] = lambda _text: None  # tells people one line
     page: Page = field(default_factory=NoPage)  # the run's page for people
+    turn: AbstractContextManager[object] = field(default_factory=threading.RLock)
+    """Held by the stage that uses the trainer ranks: a rollout may run beside it."""
+    beside: bool = False  # True for a rollout beside a training, which uses the ranks
+    sampling: Callable[[], object] = lambda: None  # called when the engines of a rollout hold its weights
+    go_on: Callable[[], None] = lambda: None  # called while a rollout samples; raises if it is to end
     revisions: Revisions = FIRST  # the run's revisions, seen from the one that is worked on
     documents: Mapping[str, Document] = field(default_factory=dict)
     """Configurations of the run's revisions, by digest, if they differ."""

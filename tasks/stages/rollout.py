@@ -35,12 +35,14 @@ from tasks.workers.sampling import Batch, sample
 _SAMPLED = ["response_tokens", "logprobs", "turns"]
 
 
-@stage(Stage.ROLLOUT, ("prepare", "weights"), Rollouts)
-def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
-    """Sample `rollout.samples` responses to each of the next `rollout.prompts` prompts with the served weights."""
+@stage(Stage.ROLLOUT, ("prepare", "weights", "drawn"), Rollouts)
+def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | Rollouts) -> StageOutput:
+    """Sample `rollout.samples` responses to each of the `rollout.prompts` prompts that follow those of the rollout
+    `before`, or the first ones, with the served weights."""
     engines = ensure_served(work.context, prepared, served)
-    sampler = _Sampler(work, served, sampling(work, prepared))
-    groups = drawn(work, prepared, served)
+    work.context.sampling()
+    sampler = _Sampler(work, served, before.cursor, sampling(work, prepared))
+    groups = drawn(work, prepared, before.cursor)
     clock = time.perf_counter()
     pieces = sampler.pieces(engines, groups, _Tally(work, clock).count)
     seconds = time.perf_counter() - clock
@@ -48,12 +50,15 @@ def rollout(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     repeated = {} if kept is None else sampler.sample_again(engines, pieces[kept], groups[kept])
     samples = pa.concat_tables([piece.table for piece in pieces])
     _check_rows(samples, groups, work.config.rollout.samples)
-    work.context.outbox.settle()  # samples count only once the state that made them is durable
+    ahead = work.config.rollout.ahead
+    if not ahead:  # samples count only once the state that made them is durable; else the outbox keeps the order
+        work.context.outbox.settle()
+    stale = {"staleness": float(work.iteration - 1 - served.weight_version)} if ahead else {}
     return StageOutput(
         parts=tuple(piece.part for piece in pieces),
         schema_fingerprint=fingerprint(ROLLOUT),
-        facts={"cursor": served.cursor + work.config.rollout.prompts, "weight_version": served.weight_version},
-        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated},
+        facts={"cursor": before.cursor + work.config.rollout.prompts, "weight_version": served.weight_version},
+        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale},
     )
 
 
@@ -120,15 +125,15 @@ class Piece:
     kept: bool
 
 
-def drawn(work: Work, prepared: Prepared, served: Served) -> list[Groups]:
-    """The next prompts, cut into pieces of `rollout.groups_per_part` groups."""
+def drawn(work: Work, prepared: Prepared, cursor: int) -> list[Groups]:
+    """The prompts after the first `cursor`, cut into pieces of `rollout.groups_per_part` groups."""
     table, section = prompts(work.context, prepared, "train"), work.config.rollout
     seed, data = work.config.run.seed, work.config.data
     sources = shares(prepared, data)
-    rows = draw(table.num_rows, served.cursor, section.prompts, seed, data.shuffle, sources)
+    rows = draw(table.num_rows, cursor, section.prompts, seed, data.shuffle, sources)
     repeats = repetitions(rows)
     places = [slice(start, start + section.groups_per_part) for start in range(0, len(rows), section.groups_per_part)]
-    return [Groups(table.take(rows[place]), repeats[place], served.cursor + place.start) for place in places]
+    return [Groups(table.take(rows[place]), repeats[place], cursor + place.start) for place in places]
 
 
 class _Tally:
@@ -159,6 +164,7 @@ class _Sampler:
 
     work: Work
     served: Served
+    cursor: int  # prompts drawn before
     how: Sampling
 
     def pieces(self, engines: list[EngineHandle], groups: list[Groups], told: Callable[[Piece], Piece]) -> list[Piece]:
@@ -187,7 +193,7 @@ class _Sampler:
 
         The run's configuration and its prompts are fixed; what may change between two starts is in the digest.
         """
-        first = groups.position - self.served.cursor
+        first = groups.position - self.cursor
         decides = [self.served.digest, self.work.config.engine.precision]
         return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"
 
@@ -211,7 +217,8 @@ class _Sampler:
     ) -> None:
         batches = [Batch(token_rows(self._repeated(one)["prompt_tokens"]), self._seeds(one)) for one in groups]
         ahead = 2 * self.work.config.engine.max_num_seqs
-        sample(engines, batches, self.how, ready, ahead, version=self.served.weight_version)
+        told, version = self.work.context.go_on, self.served.weight_version
+        sample(engines, batches, self.how, ready, ahead, lambda _: told(), version)
 
     def _repeated(self, groups: Groups) -> pa.Table:
         """The prompts with a row for each sample."""

@@ -1,5 +1,7 @@
 """Engines that serve the weights of an iteration: found so, or brought to it, with the same proof as a weight sync."""
 
+from collections.abc import Mapping
+
 from tasks.engine.protocol import EngineIdentity
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import local_copy, release, trainers
@@ -34,12 +36,19 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
     stored weights alone: the ranks still hold what they held before. The other engines are left alone. The trainer
     ranks release what `train.memory` names. Raises SyncMismatch: the stored state gives other weights than those
     recorded, or they did not arrive."""
-    release(context, trainers(context, prepared))
+    if not context.beside:
+        release(context, trainers(context, prepared))
     engines = engines_of(context, prepared)
     wanted = EngineIdentity(weight_version=served.weight_version, weights_digest=served.weights_digest)
     lacking = {number: engine for number, engine in enumerate(engines) if engine.identity() != wanted}
-    if not lacking:
-        return engines
+    if lacking:
+        with context.turn:
+            _bring(context, prepared, served, lacking)
+    return engines
+
+
+def _bring(context: RunContext, prepared: Prepared, served: Served, lacking: Mapping[int, EngineHandle]) -> None:
+    """Bring served weights into these engines."""
     context.outbox.settle()  # the state to load may not be stored yet
     trained = Trained(context.need(served.weight_version, Stage.TRAIN))
     group, version, expected = trainers(context, prepared), served.weight_version, served.weights_digest
@@ -49,4 +58,3 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
         with local_copy(context, trained, weights_only=True) as folder:
             deliver(context, lacking, group, version, expected, folder)
     release(context, group)
-    return engines

@@ -22,9 +22,10 @@ from trainer_core.batches.sequences import Samples
 def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, state: Trained) -> StageOutput:
     """Train on the samples of one rollout. Prompts count as consumed once they are trained on."""
 
-    samples = read_samples(work.root, rollouts.manifest, rewards.manifest)
-    rest(work.context, prepared)
-    return _trained(work, prepared, state, samples, work.config.rollout.temperature, {"cursor": rollouts.cursor}, {})
+    samples, temperature = read_samples(work.root, rollouts.manifest, rewards.manifest), work.config.rollout.temperature
+    with work.context.turn:
+        rest(work.context, prepared)
+        return _trained(work, prepared, state, samples, temperature, {"cursor": rollouts.cursor}, {})
 
 
 @stage(Stage.TRAIN, ("prepare", "selection", "state"), Trained)

@@ -72,6 +72,7 @@ class Performed:
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
 
+    cursor = _number()  # prompts drawn: none
     stop_tokens = _numbers()  # token ids that end a response
     left_out_tokens = _numbers()  # token ids that texts of responses lack
     train_rows = _numbers()  # training prompts of each source, in the order of the table
@@ -112,7 +113,6 @@ class Trained(View):
 class Served(View):
     """Weights that every engine holds, proven."""
 
-    cursor = _number()  # prompts consumed by the training that made the weights
     weight_version = _number()  # iteration whose training made the weights
     weights_digest = Fact("a text", lambda value: value if isinstance(value, str) else None)
     """Identity of all weights together."""

@@ -32,7 +32,7 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
     agreement = probe.after(group, before, delivery.weights_digest)
     given_up.append(release(context, group))
     return StageOutput(
-        facts={"weight_version": version, "weights_digest": delivery.weights_digest, "cursor": trained.cursor},
+        facts={"weight_version": version, "weights_digest": delivery.weights_digest},
         metrics={
             **delivery.metrics(),
             "probe_s": probe.seconds,

@@ -6,6 +6,7 @@ after the run, so that the next flow process finds them; what they hold is used 
 
 import logging
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -80,6 +81,7 @@ class Fleet:
         self._trainers: TrainerGroup | None = None
         self._trained_under: TrainerConfig | None = None
         self._had_trainers = False
+        self._starting = threading.RLock()  # a rollout may run beside a training
 
     def __enter__(self) -> "Fleet":
         return self
@@ -124,6 +126,10 @@ class Fleet:
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
         """As `Workers.engines`. Raises besides InputError as `device`, or because RAY_ADDRESS does not answer."""
+        with self._starting:
+            return self._started_engines(model_dir)
+
+    def _started_engines(self, model_dir: Path) -> list[EngineHandle]:
         self._connect()
         spec = self.engine_spec(model_dir)
         places = range(self._config.engine.count)
@@ -135,12 +141,13 @@ class Fleet:
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
         """As `Workers.trainers`. Raises besides InputError as `engines`, or if there are fewer cards than ranks."""
-        self._connect()
-        if self._trainers is not None and config != self._trained_under:
-            self._trainers.end()  # a stage that is done again may train under other settings
-        if self._trainers is None or not self._trainers.alive():
-            self._trainers, self._trained_under = self._trainer_group(str(model_dir), config), config
-        return self._trainers
+        with self._starting:
+            self._connect()
+            if self._trainers is not None and config != self._trained_under:
+                self._trainers.end()  # a stage that is done again may train under other settings
+            if self._trainers is None or not self._trainers.alive():
+                self._trainers, self._trained_under = self._trainer_group(str(model_dir), config), config
+            return self._trainers
 
     def processes(self) -> dict[str, int]:
         """As `Workers.processes`, and the processes that engines have started, as `inside` names them."""

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -123,7 +124,7 @@ class SmallFleet:
         self._node = _fork(lambda: _node(self._control, theirs))
         theirs.close()
         started(NODE, self._node)
-        self._names = RANKS[: config.train.parallel.world_size]
+        self._names, self._starting = RANKS[: config.train.parallel.world_size], threading.Lock()
         self._ranks, self._engine = self._group(self._names), self._group((ENGINE,))
         self._made: set[WorkerGroup] = set()
 
@@ -168,9 +169,10 @@ class SmallFleet:
 
     def _start(self, name: str) -> Worker:
         ours, theirs = socket.socketpair()
-        socket.send_fds(self._control, [name.encode()], [theirs.fileno()])
+        with self._starting:  # a rollout may replace its engine beside a training that replaces its ranks
+            socket.send_fds(self._control, [name.encode()], [theirs.fileno()])
+            process = int(self._control.recv(100))
         theirs.close()
-        process = int(self._control.recv(100))
         self._started(name, process)
         return Worker(name, process, Connection(ours.detach()))
 

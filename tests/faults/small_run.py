@@ -62,6 +62,9 @@ class Plan(BaseModel):
     """No large file can be written from the training of this iteration on."""
     other_lesson: int | None = None
     """Iteration whose training gives a different result; needs a run that was not interrupted before."""
+    waits: dict[str, str] = {}
+    """Points at which a thread waits until the process has reached another: `STAGE@ITERATION:POINT`, and `#2` after it
+    for the second time."""
     settings: tuple[str, ...] = ()
     """Settings of the configuration, as `--set` takes them."""
 
@@ -104,6 +107,8 @@ class Observer:
         place = layout.place_of(key)
         if place is not None and point is Point.MID_PART:
             self._note(key, *place)
+        if place is not None and (point is not Point.MID_PART or layout.is_part(key)):
+            self._wait(f"{place[1]}@{place[0]}:{point}")
         if place == (self._plan.full_disk, Stage.TRAIN) and point is Point.STARTED:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
         if place == (self._plan.hold_state, Stage.TRAIN):
@@ -121,6 +126,13 @@ class Observer:
             self._journal.note("body", stage, iteration)
         elif ".pieces/" in key:
             self._journal.note("piece", Path(key).stem, iteration)
+
+    def _wait(self, name: str) -> None:
+        self._journal.note(name, "point", 0)
+        times = self._journal.count(name)
+        if other := self._plan.waits.get(name if times == 1 else f"{name}#{times}"):
+            wanted, _, number = other.partition("#")
+            self._journal.wait_for(wanted, int(number or 1))
 
     def _first_piece(self, key: str, stage: Stage) -> bool:
         """Kill a rollout in its second piece, when the first is recorded."""

@@ -28,6 +28,25 @@ def test_jobs_are_done_in_order_behind_the_caller():
         assert outbox.idle
 
 
+def test_threads_that_add_at_once_share_one_outbox():
+    class Slow(WriteBehind):
+        @property
+        def idle(self) -> bool:
+            found = super().idle
+            time.sleep(0.05)
+            return found
+
+    begun, go = threading.active_count(), threading.Event()
+    with Slow() as outbox:
+        adding = [threading.Thread(target=outbox.add, args=(go.wait,)) for _ in range(4)]
+        for one in adding:
+            one.start()
+        for one in adding:
+            one.join()
+        assert threading.active_count() == begun + 1
+        go.set()
+
+
 def test_nothing_follows_a_failure():
     done, go = [], threading.Event()
     outbox = WriteBehind()

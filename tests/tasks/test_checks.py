@@ -340,3 +340,31 @@ def test_what_was_checked_is_not_read_again(tmp_path):
     check_config(config, root)
     with pytest.raises(InputError, match="does not exist"):
         check_config(config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})}), root)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fact"),
+    [
+        (["train.policy.loss.type=dpo"], "cannot correct for"),
+        ([], 'set train.policy.old_policy to "behaviour"'),
+        (["train.policy.old_policy=behaviour", "engine.sleep=true"], "under engine.sleep one gives its memory"),
+        (
+            ["train.policy.old_policy=behaviour", "train.memory.offload_optimizer=true"],
+            "under train.memory one gives its memory",
+        ),
+    ],
+    ids=str,
+)
+def test_rollouts_ahead_need_a_correction_and_room(tmp_path, settings, fact):
+    store = open_root(str(tmp_path / "runs"))
+    with pytest.raises(InputError) as caught:
+        check_config(config_with(tmp_path, *settings, "rollout.ahead=1"), store)
+    assert "rollout.ahead = 1" in str(caught.value)
+    assert fact in str(caught.value)
+    check_config(config_with(tmp_path, *settings, "rollout.ahead=0"), store)
+
+
+@pytest.mark.parametrize("setting", ["loss.type=sft", "correction.type=truncate", "old_policy=behaviour"])
+def test_rollouts_ahead_go_with_what_corrects_for_older_weights(tmp_path, setting):
+    given = [f"train.policy.{setting}", "rollout.ahead=1"]
+    check_config(config_with(tmp_path, *given), open_root(str(tmp_path / "runs")))

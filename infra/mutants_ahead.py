@@ -1,0 +1,98 @@
+"""Faults in rollouts beside a training that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_KILLS = ("tests/faults/test_ahead.py",)
+_LOOP = ("tests/flows/test_ahead.py",)
+_CHECKS = ("tests/tasks/test_checks.py",)
+
+AHEAD = (
+    Mutant(
+        "newest-weights-for-a-rollout-ahead",
+        "a rollout is sampled by whatever weights are served",
+        "flows/iteration.py",
+        "        now = before.served.weight_version == version\n",
+        "        now = True\n",
+        _KILLS,
+    ),
+    Mutant(
+        "rollouts-ahead-draw-the-same-prompts",
+        "each rollout draws the first prompts",
+        "flows/iteration.py",
+        "rollouts[-1] if rollouts else before.prepared",
+        "before.prepared",
+        (*_KILLS, *_LOOP),
+    ),
+    Mutant(
+        "ahead-has-no-effect",
+        "rollouts are sampled by the newest weights, one after the other",
+        "flows/iteration.py",
+        "return max(0, iteration - 1 - run.config.rollout.ahead)",
+        "return iteration - 1",
+        (*_KILLS, *_LOOP),
+    ),
+    Mutant(
+        "engines-updated-under-a-rollout",
+        "new weights reach the engines while a rollout that needs the old ones is in flight",
+        "tasks/stages/beside.py",
+        "                self._ended.result()\n",
+        "                pass\n",
+        (*_KILLS, *_LOOP),
+    ),
+    Mutant(
+        "weights-of-a-rollout-ahead-retired",
+        "retention deletes the state whose weights a lost rollout needs",
+        "flows/driving.py",
+        "    newest = max(section.keep_newest, config.rollout.ahead + 1)\n",
+        "    newest = section.keep_newest\n",
+        _KILLS,
+    ),
+    Mutant(
+        "rollout-ahead-takes-the-training-ranks",
+        "a rollout whose engine was lost takes trainer ranks that train",
+        "tasks/stages/served_weights.py",
+        "        with context.turn:\n            _bring(",
+        "        if True:\n            _bring(",
+        ("tests/tasks/stages/test_beside.py",),
+    ),
+    Mutant(
+        "rollout-goes-on-after-a-failed-training",
+        "a rollout beside a training that failed is not stopped",
+        "tasks/stages/beside.py",
+        "        if self._stopped.is_set():\n",
+        "        if False:\n",
+        ("tests/tasks/stages/test_beside.py",),
+    ),
+    Mutant(
+        "outbox-with-two-threads",
+        "two threads that add a first job at once each start a thread of the outbox",
+        "storage/write_behind.py",
+        "        with self._adding:\n            if self.idle",
+        "        if True:\n            if self.idle",
+        ("tests/storage/test_write_behind.py",),
+    ),
+    Mutant(
+        "older-weights-without-correction",
+        "samples of older weights are trained on as if they were of the newest",
+        "tasks/checks.py",
+        "    if policy.needs_advantages and not policy.needs_behaviour:\n",
+        "    if False:\n",
+        _CHECKS,
+    ),
+    Mutant(
+        "pairs-of-older-weights",
+        "DPO pairs are sampled ahead",
+        "tasks/checks.py",
+        "    if policy.loss.paired:\n        raise InputError(\n            f'{older}",
+        "    if False:\n        raise InputError(\n            f'{older}",
+        _CHECKS,
+    ),
+    Mutant(
+        "ahead-without-room",
+        "engines that sleep while the trainer trains are to sample meanwhile",
+        "tasks/checks.py",
+        "    if turns is not None:\n",
+        "    if False:\n",
+        _CHECKS,
+    ),
+)

@@ -1,0 +1,87 @@
+"""Rollouts beside a training: the setting is part of the run's meaning; reruns and forks keep the order of draws."""
+
+from pathlib import Path
+
+import pytest
+
+from flows.driving import rerun
+from storage.backends.root import Root, open_root
+from storage.errors import InputError
+from storage.kill_points import Point
+from storage.manifest import need
+from storage.upkeep.fork import fork
+from storage.upkeep.redoing import Wanted
+from storage.upkeep.verify import verify
+from tasks.config.stored import ConfigRecord, check_record, forked_config
+from tasks.stages.names import WORKFLOW, Stage
+from tests.small.config import PROMPTS, small_config
+from tests.small.driving import RUN, Killed, driver, killing
+
+
+@pytest.fixture
+def root(tmp_path) -> Root:
+    return open_root(str(tmp_path / "runs"))
+
+
+def drive(root: Root, tmp_path: Path, *settings: str, run: str = RUN, **more):
+    process = driver(root, small_config(["run.iterations=3", *settings]), tmp_path / "scratch", run=run, **more)
+    process.drive()
+    return process.done
+
+
+def rollouts(root: Root, run: str = RUN):
+    return [need(root, run, iteration, Stage.ROLLOUT) for iteration in (1, 2, 3)]
+
+
+def versions(root: Root, run: str = RUN) -> list[object]:
+    return [one.facts["weight_version"] for one in rollouts(root, run)]
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, [0, 1, 2]), (1, [0, 0, 1]), (2, [0, 0, 0])])
+def test_a_rollout_is_sampled_by_weights_as_many_updates_older(root, tmp_path, ahead, expected):
+    done = drive(root, tmp_path, f"rollout.ahead={ahead}")
+    assert versions(root) == expected
+    assert [one.facts["cursor"] for one in rollouts(root)] == [PROMPTS, 2 * PROMPTS, 3 * PROMPTS]
+    assert len(done) == len(set(done)) == 19
+    assert not any(reused for *_, reused in done)
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0), (1, 2)])
+def test_the_setting_changes_between_a_kill_and_the_next_start_only_before_the_first_rollout_begins(
+    root, tmp_path, first, then
+):
+    before, after = f"rollout.ahead={first}", f"rollout.ahead={then}"
+    with pytest.raises(Killed):
+        drive(root, tmp_path, before, at=killing(Stage.WEIGHT_SYNC, 0, Point.STARTED))
+    check_record(root, RUN, small_config(["run.iterations=3", after]))
+    with pytest.raises(Killed):
+        drive(root, tmp_path, after, at=killing(Stage.REWARD, 1, Point.STARTED))
+    with pytest.raises(InputError, match=f"rollout.ahead: the run was started with {then}, but is now given {first}"):
+        check_record(root, RUN, small_config(["run.iterations=3", before]))
+    drive(root, tmp_path, after)
+    whole = open_root(str(tmp_path / "whole"))
+    drive(whole, tmp_path, after)
+    assert [[part.digest for part in one.parts] for one in rollouts(root)] == [
+        [part.digest for part in one.parts] for one in rollouts(whole)
+    ]
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, [0, 0, 2]), (1, [0, 0, 1]), (2, [0, 0, 0])])
+def test_a_fork_goes_on_with_another_number_of_rollouts_ahead(root, tmp_path, ahead, expected):
+    drive(root, tmp_path, "rollout.ahead=1")
+    setting = f"rollout.ahead={ahead}"
+    record = ConfigRecord.of(forked_config(root, RUN, "fork", [setting]))
+    fork(root, WORKFLOW, RUN, 2, "fork", record.digest, record)
+    drive(root, tmp_path, setting, run="fork")
+    assert versions(root, "fork") == expected
+    assert verify(root, "fork").sound
+
+
+@pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.TRAIN])
+def test_what_is_done_again_ends_as_it_was(root, tmp_path, stage):
+    drive(root, tmp_path, "rollout.ahead=1")
+    before = [one.digest for one in rollouts(root)]
+    rerun(root, RUN, Wanted(2, stage, "to see", "tests"))
+    drive(root, tmp_path, "rollout.ahead=1")
+    assert [one.digest for one in rollouts(root)] == before
+    assert verify(root, RUN).sound
