@@ -224,7 +224,7 @@ STORE = (
         "chunks-of-a-former-head",
         "chunks of iterations that the head does not have stay",
         "storage/upkeep/archive.py",
-        "        if _number(one, size) not in numbers:",
+        "        if _number(one, size) not in places:",
         "        if _number(one, size) is None:",
         _CHUNKS,
     ),

@@ -5,9 +5,7 @@ significance side by side. Nothing in Ratchet reads it: the manifests and their 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -146,17 +144,16 @@ def compact_new(
     _, choices = layout.revision_numbers(revisions)
     chosen = [revisions[key] for key in choices.values()]  # an older chunk is of another head
     written: list[Archive] = []
-    places = list(_places(recorded, workflow, size))
-    numbers = {place.number for place in places}
+    places = _places(recorded, workflow, size)
     for one in there:
-        if _number(one, size) not in numbers:  # of a former head, which had more iterations
+        if _number(one, size) not in places:  # of a former head, which had more iterations
             root.remove(one.key)
-    for place in places:
-        own = [one for one in there if place.number == _number(one, size)]
-        changed = max([place.changed(committed), *chosen])
-        current = [one for one in own if _span(one) == place.span and one.modified > changed]
+    for number, keys in places.items():
+        own = [one for one in there if number == _number(one, size)]
+        changed = max([*(committed[key] for pair in keys.values() for key in pair), *chosen])
+        current = [one for one in own if _span(one) == (min(keys), max(keys)) and one.modified > changed]
         if not current:
-            pairs = [(load(root, key), load(root, place.rewards[at])) for at, key in place.rollouts.items()]
+            pairs = [(load(root, rollout), load(root, reward)) for rollout, reward in keys.values()]
             written.append(store_archive(root, run, CHUNKS, pairs, texts()))
         kept = current[-1].key if current else written[-1].key
         for one in own:  # as listed before: another process may have written a newer one since
@@ -165,32 +162,13 @@ def compact_new(
     return tuple(written)
 
 
-@dataclass(frozen=True)
-class _Place:
-    number: int
-    rollouts: Mapping[int, str]  # key of the manifest of each iteration's samples, in order
-    rewards: Mapping[int, str]  # that of their scores
-
-    @property
-    def span(self) -> tuple[int, int]:
-        """First and last iteration."""
-        iterations = list(self.rollouts)
-        return iterations[0], iterations[-1]
-
-    def changed(self, committed: Mapping[str, datetime]) -> datetime:
-        """Time of the last commit of one of its stages."""
-        return max(committed[key] for key in (*self.rollouts.values(), *self.rewards.values()))
-
-
-def _places(recorded: Names, workflow: Workflow, size: int) -> Iterator[_Place]:
-    newest = recorded.newest
-    both = sorted(
-        iteration for iteration, stage in newest if stage == workflow.samples and (iteration, workflow.scores) in newest
-    )
-    for number, some in itertools.groupby(both, lambda iteration: (iteration - 1) // size):
-        chosen = list(some)
-        rollouts = {iteration: newest[iteration, workflow.samples] for iteration in chosen}
-        yield _Place(number, rollouts, {iteration: newest[iteration, workflow.scores] for iteration in chosen})
+def _places(recorded: Names, workflow: Workflow, size: int) -> dict[int, dict[int, tuple[str, str]]]:
+    """Keys of the manifests of samples and scores of the scored iterations of each chunk, by number and iteration."""
+    newest, found = recorded.newest, dict[int, dict[int, tuple[str, str]]]()
+    for (at, stage), rollout in sorted(newest.items()):
+        if stage == workflow.samples and (reward := newest.get((at, workflow.scores))) is not None:
+            found.setdefault((at - 1) // size, {})[at] = rollout, reward
+    return found
 
 
 def _span(one: Stored) -> tuple[int, int] | None:

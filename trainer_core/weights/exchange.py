@@ -39,8 +39,7 @@ def _length(part: bytes) -> int:
 
 
 def agree(failure: RatchetError | None, mesh: Mesh) -> None:
-    """Raise on every rank if one of them has failed. Collective, unless there is one rank. Raises RatchetError if this
-    rank's failure. Raises SyncMismatch if another rank has one."""
+    """Raise this rank's failure, or SyncMismatch if another rank has one. Collective, unless there is one rank."""
     failed = torch.tensor([failure is not None], dtype=torch.int32, device=mesh.device)
     if dist.get_world_size() > 1:
         dist.all_reduce(failed)

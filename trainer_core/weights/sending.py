@@ -59,7 +59,7 @@ class BucketSender:
             self.seconds["wait"] -= self.seconds["digest"] - before
 
     def finish(self) -> None:
-        """Wait until every receiver has read everything. Raises RatchetError if what failed first."""
+        """Wait until every receiver has read everything. Raises the first failure."""
         if self._sender is not None and self._failure is None:
             with self._timed("digest"):  # while receivers read the last bucket
                 for number, begun in self._planned.begun().items():

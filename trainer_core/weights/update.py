@@ -56,7 +56,7 @@ class Update:
     def send(self, channel: Channel) -> BucketSender:
         """Convert and send, inside `model.weights`; all ranks have made sure that none has a problem. Collective.
         Returns when every receiver has read everything that this rank sends. A rank that fails goes on with what is
-        collective. Raises RatchetError if what failed first on this rank."""
+        collective. Raises the first failure of this rank."""
         _settle(self._mesh)
         buckets = self.plan.buckets
         whole = [bucket for bucket in buckets if self._planned[bucket.number][0].name in self._exported]
