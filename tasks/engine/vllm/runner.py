@@ -69,15 +69,14 @@ class Chosen(LogprobsTensors):
 
 
 class ChosenSampler(Sampler):
-    """Draws by the counter, for requests that ask for log-probabilities of chosen tokens only, or for none."""
+    """Draws by the counter, for requests with the settings of `Sampling` alone, without penalties or banned words."""
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        at, rows = input_batch.logits_indices, input_batch.expanded_idx_mapping
-        positions, inputs = input_batch.positions[at], input_batch.input_ids[at]
-        kept = self.apply_sampling_params(
-            logits, rows, input_batch.idx_mapping_np, positions, inputs, input_batch.expanded_local_pos
-        )
-        states = self.sampling_states
+        states, rows, here = self.sampling_states, input_batch.expanded_idx_mapping, input_batch.idx_mapping_np
+        states.apply_temperature(logits, rows, here)
+        states.apply_min_p(logits, rows, here)
+        kept = states.apply_top_k_top_p(logits, rows, here)
+        positions = input_batch.positions[input_batch.logits_indices]
         tokens, logprobs = draw(kept, rows, states.seeds.gpu, positions, states.temperature.gpu)
         sampled, rejected = get_num_sampled_and_rejected(
             input_batch.seq_lens.new_ones(input_batch.num_reqs),
@@ -86,7 +85,7 @@ class ChosenSampler(Sampler):
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        wanted = self.returns_logprobs(input_batch.idx_mapping_np)
+        wanted = self.returns_logprobs(here)
         return SamplerOutput(
             sampled_token_ids=tokens[:, None],
             logprobs_tensors=Chosen(tokens[:, None], logprobs[:, None], tokens) if wanted else None,

@@ -9,6 +9,7 @@ property that rows do not know, stays with vLLM's scheduler.
 Imports vLLM; runs in the process of the scheduler (vLLM's `scheduler_cls`).
 """
 
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from tasks.engine.vllm import STOP_TEXTS
 from tasks.engine.vllm.rows import COMPUTED, FLYING, LIMIT, ROOM, SAMPLED, STEPS, Entry, Left, Places, Planned, Rows
 from tasks.engine.vllm.steps import Samples, Step
 
+_SILENT_S = 0.05  # between two messages: each costs this process and its client more than a small step
 _AHEAD = 64  # tokens for which a row's blocks of the cache are reserved at once
 
 _Blocks = tuple[list[int], ...]
@@ -57,11 +59,12 @@ class _Response:
 
 
 class _Whole(Scheduler):
-    """Keeps what is sampled until the last token. Every step sends a message, if an empty one: it shows life."""
+    """Keeps what is sampled until the last token. Until then an empty message is sent now and then: it shows life."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._responses: dict[str, _Response] = {}
+        self._spoke = 0.0  # when the last message was sent
         model = self.vllm_config.model_config
         self._ends = Ends(model.get_vocab_size(), lambda: token_bytes(read_backend(Path(model.model))))
         self._rows = Rows(self.max_num_running_reqs, self.max_model_len, self._ends)
@@ -123,8 +126,10 @@ class _Whole(Scheduler):
             message.outputs = [last for output in message.outputs if (last := self._last(output, sampled))]
         for client, last in ended:
             messages.setdefault(client, EngineCoreOutputs()).outputs.append(last)
-        if not messages:
+        if not messages and time.monotonic() - self._spoke > _SILENT_S:
             messages[0] = EngineCoreOutputs()
+        if messages:
+            self._spoke = time.monotonic()
         return messages
 
     def _update_request_with_output(self, request: Request, new_token_ids: list[int]) -> tuple[list[int], bool]:
