@@ -23,6 +23,14 @@ ROWS = (
         _ROWS,
     ),
     Mutant(
+        "rows-without-a-sign-of-life",
+        "steps over rows send no message until a response ends",
+        "tasks/engine/vllm/scheduler.py",
+        "            messages[0] = EngineCoreOutputs()\n",
+        "            pass\n",
+        _ROWS,
+    ),
+    Mutant(
         "rows-without-blocks",
         "a row writes a token beyond its blocks of the key-value cache",
         "tasks/engine/vllm/scheduler.py",

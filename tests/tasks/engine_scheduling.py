@@ -116,6 +116,9 @@ def _arrays(names: list[str], sampled: list[int | None]) -> Any:
 class Schedulers:
     """Runs them, in the process of the engines."""
 
+    def __init__(self) -> None:
+        self.signs = 0
+
     def run(self, directory: str, seed: int, ahead: bool, blocks: int, together: int) -> dict[str, Any]:
         """Requests that arrive, end, are dropped and lose their blocks while others run.
 
@@ -125,8 +128,8 @@ class Schedulers:
             together: most requests of a step.
 
         Returns:
-            `found` and `expected` responses by name, the names of `dropped` requests, the number of `steady` steps, and
-            the number `left` of rows, responses, requests and used blocks.
+            `found` and `expected` responses by name, the names of `dropped` requests, the numbers of `steady` steps and
+            of `signs` of life (messages without a response), and the number `left` of rows, responses, requests and used blocks.
         """
         scheduler, add = self._scheduler(directory, ahead, blocks, together)
         generator, runner = random.Random(seed), CountingRunner()
@@ -157,6 +160,7 @@ class Schedulers:
             "expected": expected,
             "dropped": dropped,
             "steady": runner.steady,
+            "signs": self.signs,
             "left": (*left, blocks - 1 - free),
         }
 
@@ -164,6 +168,7 @@ class Schedulers:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
         for message in scheduler.update_from_output(output, sampled or EMPTY_MODEL_RUNNER_OUTPUT).values():
+            self.signs += not message.outputs
             for last in message.outputs:
                 assert last.request_id not in found
                 found[last.request_id] = last.new_token_ids
