@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class Schedulers:
     """Runs them, in the process of the engines."""
 
     def __init__(self) -> None:
-        self.signs = 0
+        self.silent = False
 
     def run(self, directory: str, seed: int, ahead: bool, blocks: int, together: int) -> dict[str, Any]:
         """Requests that arrive, end, are dropped and lose their blocks while others run.
@@ -128,8 +129,8 @@ class Schedulers:
             together: most requests of a step.
 
         Returns:
-            `found` and `expected` responses by name, the names of `dropped` requests, the numbers of `steady` steps and
-            of `signs` of life (messages without a response), and the number `left` of rows, responses, requests and used blocks.
+            `found` and `expected` responses by name, the names of `dropped` requests, the number of `steady` steps, and
+            the number `left` of rows, responses, requests and used blocks.
         """
         scheduler, add = self._scheduler(directory, ahead, blocks, together)
         generator, runner = random.Random(seed), CountingRunner()
@@ -146,6 +147,9 @@ class Schedulers:
                 dropped |= {name} - set(found)
             if generator.random() < 0.01:
                 scheduler.reset_prefix_cache(reset_running_requests=True)
+            if number == 100:
+                time.sleep(0.06)
+                self.silent = True
             if scheduler.has_requests():
                 output = scheduler.schedule()
                 flying.append((output, runner.step(output) if output.num_scheduled_tokens else runner._update(output)))
@@ -160,15 +164,16 @@ class Schedulers:
             "expected": expected,
             "dropped": dropped,
             "steady": runner.steady,
-            "signs": self.signs,
             "left": (*left, blocks - 1 - free),
         }
 
     def _update(self, scheduler: Any, output: Any, sampled: Any, found: dict[str, list[int]]) -> None:
         from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
-        for message in scheduler.update_from_output(output, sampled or EMPTY_MODEL_RUNNER_OUTPUT).values():
-            self.signs += not message.outputs
+        messages = scheduler.update_from_output(output, sampled or EMPTY_MODEL_RUNNER_OUTPUT)
+        assert messages or not self.silent, "the scheduler shows no life"
+        self.silent = False
+        for message in messages.values():
             for last in message.outputs:
                 assert last.request_id not in found
                 found[last.request_id] = last.new_token_ids
