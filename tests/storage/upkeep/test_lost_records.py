@@ -183,8 +183,9 @@ def test_what_a_lost_rerun_made_is_not_taken_for_that_of_the_next(root, kind):
         keep_piece(writer, "00000", writer.write_bytes("groups.arrow", b"done"))
     else:
         begin(root, RUN, 2, Stage.ROLLOUT, "host:1", 1)
-    with pytest.raises(WrongRecord, match=r"whose record run/revisions/rerun-000001.json is lost"):
-        asking(root)
+    for act in (asking, lambda root: choosing(root, 0)):
+        with pytest.raises(WrongRecord, match=r"whose record run/revisions/rerun-000001.json is lost"):
+            act(root)
     assert not verify(root, RUN).sound
 
 
