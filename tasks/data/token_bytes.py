@@ -13,11 +13,8 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for pl
 
 
 def token_bytes(backend: Backend) -> list[bytes]:
-    """The bytes that each token, special ones included, adds to a text when it follows another, by id.
-
-    Raises:
-        InputError: the text of a token depends on the one before it.
-    """
+    """The bytes that each token, special ones included, adds to a text when it follows another, by id. Raises
+    InputError: the text of a token depends on the one before it."""
     (before,) = backend.encode([_BEFORE])
     (begun,) = backend.decode([before])
     found: list[bytes] = []

@@ -95,8 +95,7 @@ class SampleRows:
 
     def sampled(self, responses: pa.ListArray) -> pa.ListArray:
         """True for each token of the responses that the policy sampled; all of them by default."""
-        column = self._column("sampled")
-        if column is None:
+        if (column := self._column("sampled")) is None:
             return of_each_token(responses, pa.scalar(True))
         lists = column.array()
         column.refuse(lengths_of(lists) != lengths_of(responses), "has another length than response_tokens")
@@ -104,8 +103,7 @@ class SampleRows:
 
     def versions(self, responses: pa.ListArray) -> pa.ListArray:
         """Weight version of each token of the responses."""
-        column = self._column("weight_version")
-        if column is None:
+        if (column := self._column("weight_version")) is None:
             return of_each_token(responses, pa.scalar(UNKNOWN, pa.int32()))
         lists, lengths = column.array(), lengths_of(responses)
         given, values = lengths_of(lists), _flat(lists)
@@ -116,8 +114,7 @@ class SampleRows:
 
     def turns(self, responses: pa.ListArray) -> pa.ListArray:
         """Turns of the responses; one of the assistant by default, with the finish reason of the sample."""
-        column = self._column("turns")
-        if column is None:
+        if (column := self._column("turns")) is None:
             return one_turn(lengths_of(responses), self._reasons())
         lists = column.array()
         column.refuse(any_of(lists, _incomplete(lists.flatten())), "holds a turn without role, begin or end")
@@ -193,8 +190,7 @@ class SampleRows:
         return found.cast(ROLLOUT.field(name).type)
 
     def _temperature(self) -> pa.Array:
-        found = self._numbers("temperature", lambda one: (one >= 0) & (one <= _LARGEST))
-        if found is not None:
+        if (found := self._numbers("temperature", lambda one: (one >= 0) & (one <= _LARGEST))) is not None:
             return found
         if self.order.temperature is None:
             raise InputError(
