@@ -13,6 +13,7 @@ class Point(StrEnum):
 
     STARTED = "started"  # before the first byte
     MID_PART = "mid-part"  # some bytes of a part are written, but its name does not exist yet
+    MID_RESPONSE = "mid-response"  # an increment of responses is recorded that go on
     UPLOAD = "upload"  # some files of a train state or a model are stored, but not all
     SENT = "sent"  # the engines hold new weights, verified, and none serves them yet
     SERVED = "served"  # one more engine serves them

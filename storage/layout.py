@@ -17,6 +17,7 @@ _WORK = rf"manifests/{_SIX}/{_STAGE}\.r{_NUMBER}"
 _MANIFEST = re.compile(rf"{_WORK}\.json", re.ASCII)
 _ATTEMPT = re.compile(rf"{_WORK}\.attempt-{_NUMBER}\.json", re.ASCII)
 _PIECE = re.compile(rf"{_WORK}\.pieces/[\w.-]+\.json", re.ASCII)
+_INCREMENT = re.compile(rf"({_WORK})\.increments/([\w.-]+)\.\d{{5,}}\.json", re.ASCII)
 _RETIRED = re.compile(rf"{_WORK}\.retired\.json", re.ASCII)
 
 _RERUN = re.compile(rf"revisions/rerun-({_SIX})\.json", re.ASCII)
@@ -103,6 +104,18 @@ def piece_key(run: str, iteration: int, stage: str, revision: int, piece: str) -
 def is_piece(key: str) -> bool:
     """True if a key in the manifest folder is the record of a piece."""
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
+
+
+def increment_key(run: str, iteration: int, stage: str, revision: int, piece: str, number: int) -> str:
+    """Record of tokens by which responses of a piece have grown, which is durable before the piece is."""
+    return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.increments/{piece}.{number:05d}.json"
+
+
+def piece_of_increment(key: str) -> str | None:
+    """The key of the piece by which an increment is superseded; None if a key in the manifest folder is of none."""
+    run, _, name = key.partition("/")
+    found = _INCREMENT.fullmatch(name)
+    return None if found is None else f"{run}/{found[1]}.pieces/{found[2]}.json"
 
 
 def parts_of_piece(key: str) -> str:
@@ -290,7 +303,7 @@ def is_stray(key: str) -> bool:
     if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
         return True
     name = key.partition("/")[2]
-    whole = (_MANIFEST, _ATTEMPT, _PIECE, _RETIRED, _RERUN, _CHOICE, _LEASE)
+    whole = (_MANIFEST, _ATTEMPT, _PIECE, _INCREMENT, _RETIRED, _RERUN, _CHOICE, _LEASE)
     known = name in ("run.json", "removal.json") or name.startswith(("parts/", "report/"))
     known = known or copied(key) is not None or archive_span(key) is not None or is_temporary(key)
     return not known and not any(pattern.fullmatch(name) for pattern in whole)

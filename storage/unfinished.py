@@ -1,16 +1,23 @@
-"""Stages in progress: attempts at them, and pieces, which are durable before the whole stage is.
+"""Stages in progress: attempts at them, pieces, which are durable before the whole stage is, and increments of the
+responses of a piece, which are durable before the piece is.
 
-So a crash costs only the piece in progress.
+So a crash costs only what was sampled since the last increment.
 """
 
+import base64
+import itertools
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from storage import layout, records
 from storage.backends.root import Root
 from storage.errors import NotCommitted, WrongRecord
+from storage.kill_points import Point, reached
 from storage.manifest import Part
 from storage.parts import PartWriter
 
@@ -36,12 +43,76 @@ def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
     return part if records.publish(writer.root, key, PieceRecord(part=part)) else read_piece(writer.root, key)
 
 
+class Grown(NamedTuple):
+    """Tokens by which a response has grown."""
+
+    row: int  # place of the sample in its piece
+    first: int  # tokens of the response before these
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # of each of them, nat
+
+
+class IncrementRecord(BaseModel, frozen=True, extra="forbid"):
+    """Record of tokens by which responses of a piece in progress have grown, in the order of `rows`."""
+
+    format_version: Literal[1] = 1  # version of this record's own format
+    weight_version: int | None  # iteration whose weights sampled them
+    rows: tuple[int, ...]  # `Grown.row`
+    firsts: tuple[int, ...]  # `Grown.first`
+    lengths: tuple[int, ...]  # number of tokens
+    tokens: str  # all of them as int32, little endian, in base64
+    logprobs: str  # of all of them as float32, little endian, in base64
+
+    @classmethod
+    def of(cls, some: Sequence[Grown], weight_version: int | None) -> "IncrementRecord":
+        """Record of increments of one piece."""
+        values = [np.concatenate([one[at] for one in some]).astype(kind) for at, kind in ((2, "<i4"), (3, "<f4"))]
+        tokens, logprobs = (base64.b64encode(one.tobytes()).decode() for one in values)
+        rows, firsts, lengths = zip(*((one.row, one.first, len(one.tokens)) for one in some), strict=True)
+        named = {"rows": rows, "firsts": firsts, "lengths": lengths, "tokens": tokens, "logprobs": logprobs}
+        return cls(weight_version=weight_version, **named)
+
+    def grown(self) -> Iterator[Grown]:
+        """The increments."""
+        tokens = np.frombuffer(base64.b64decode(self.tokens), "<i4").astype(np.int32)
+        logprobs = np.frombuffer(base64.b64decode(self.logprobs), "<f4").astype(np.float32)
+        ends = np.cumsum(self.lengths).tolist()
+        for row, first, length, end in zip(self.rows, self.firsts, self.lengths, ends, strict=True):
+            yield Grown(row, first, tokens[end - length : end], logprobs[end - length : end])
+
+
+def find_increments(writer: PartWriter, piece: str) -> list[IncrementRecord]:
+    """What was kept of responses of the piece `piece`, in order."""
+    found: list[IncrementRecord] = []
+    for number in itertools.count():
+        try:
+            found.append(records.read(writer.root, _increment_key(writer, piece, number), IncrementRecord))
+        except NotCommitted:
+            break
+    return found
+
+
+def keep_increment(writer: PartWriter, piece: str, number: int, record: IncrementRecord) -> int:
+    """Record increments of the piece `piece` under `number`, or the next one that is free; returns the number that
+    follows."""
+    while not records.publish(writer.root, key := _increment_key(writer, piece, number), record):
+        if records.is_there(writer.root, key, record):
+            break
+        number += 1
+    reached(Point.MID_RESPONSE, key)
+    return number + 1
+
+
 def read_piece(root: Root, key: str) -> Part:
     """The part that the record at `key` names; raises as `records.read`."""
     part = records.read(root, key, PieceRecord).part
     if not part.key.startswith(f"{layout.parts_of_piece(key)}/"):
         raise WrongRecord(f"{root.url}/{key} names {part.key}, which another stage made. Remove the record")
     return part
+
+
+def _increment_key(writer: PartWriter, piece: str, number: int) -> str:
+    return layout.increment_key(writer.run, writer.iteration, writer.stage, writer.revision, piece, number)
 
 
 def _key(writer: PartWriter, name: str) -> str:

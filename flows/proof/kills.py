@@ -22,6 +22,8 @@ def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[
     """
     cells: dict[tuple[int, Stage], list[Fault]] = {}
     for fault in possible(config, regenerate):
+        if fault.point is Point.MID_RESPONSE:  # a run with short responses never reaches it
+            continue
         cells.setdefault((fault.iteration, fault.stage), []).append(fault)
     if kills > len(cells):
         raise InputError(f"--kills {kills}: this run has {len(cells)} stages; raise --iterations or lower --kills")
@@ -45,6 +47,7 @@ def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
 def _points(stage: Stage, stored: bool) -> list[Point]:
     absent = {
         Point.MID_PART: stage == Stage.WEIGHT_SYNC or (stage == Stage.ROLLOUT and stored),
+        Point.MID_RESPONSE: stage != Stage.ROLLOUT or stored,
         Point.UPLOAD: stage not in (Stage.TRAIN, Stage.PREPARE),
         Point.SENT: stage != Stage.WEIGHT_SYNC,
         Point.SERVED: stage != Stage.WEIGHT_SYNC,

@@ -78,7 +78,7 @@ class _Beside:
         recorded = names(self.root, self.run, iteration)
         stored, unreadable = survey(self.root, self.run, recorded)
         committed = set(recorded.manifests)
-        begun = {layout.stage_of(key) for key in (*recorded.attempts, *recorded.pieces)}
+        begun = {layout.stage_of(key) for key in (*recorded.attempts, *recorded.pieces, *recorded.increments)}
         return stored.named if committed and begun <= committed and not unreadable else None
 
 

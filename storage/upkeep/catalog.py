@@ -62,6 +62,7 @@ class Names:
     retired: frozenset[str] = frozenset()  # those whose parts retention has deleted
     pieces: tuple[str, ...] = ()  # keys of the records of pieces
     attempts: tuple[str, ...] = ()  # keys of the records of attempts
+    increments: tuple[str, ...] = ()  # keys of the records of increments
     revisions: Revisions = FIRST  # the revisions, seen from the one whose manifests are the newest
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
@@ -71,6 +72,7 @@ class Names:
             retired=frozenset(filter(wanted, self.retired)),
             pieces=tuple(filter(wanted, self.pieces)),
             attempts=tuple(filter(wanted, self.attempts)),
+            increments=tuple(filter(wanted, self.increments)),
             revisions=self.revisions,
         )
 
@@ -186,6 +188,7 @@ def names(root: Root, run: str, iteration: int | None = None, revisions: Revisio
         retired=frozenset(key for key in manifests if layout.retired_key(key) in there),
         pieces=tuple(key for key in keys if layout.is_piece(key)),
         attempts=tuple(key for key in keys if layout.is_attempt(key)),
+        increments=tuple(key for key in keys if layout.piece_of_increment(key) is not None),
         revisions=read_revisions(root, run) if revisions is None else revisions,
     )
     if revisions is None:  # given ones may be older than what another process has made since
@@ -197,7 +200,7 @@ def check_asked(root: Root, run: str, recorded: Names) -> None:
     """Refuse work that was done in a revision of which no record is there: another request would take it for its own.
     Raises WrongRecord if there is such work."""
     last = len(recorded.revisions.reruns)
-    made = (*recorded.manifests, *recorded.pieces, *recorded.attempts)
+    made = (*recorded.manifests, *recorded.pieces, *recorded.attempts, *recorded.increments)
     beyond = [key for key in made if layout.revision_of(key) > last]
     if beyond:
         record = layout.rerun_key(run, layout.revision_of(beyond[0]))

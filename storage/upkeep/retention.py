@@ -281,6 +281,10 @@ def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage
             continue
         if one.key in done:
             yield Garbage(key=one.key, bytes=one.bytes, reason="a piece of a stage that is committed")
+        elif (piece := layout.piece_of_increment(one.key)) and (
+            piece in stored.pieces or layout.stage_of(one.key) in stored.manifests
+        ):
+            yield Garbage(key=one.key, bytes=one.bytes, reason="an increment of responses that are stored")
         elif layout.is_attempt(one.key) and layout.stage_of(one.key) in stored.manifests:
             yield Garbage(key=one.key, bytes=one.bytes, reason="an attempt at a stage that is committed")
 

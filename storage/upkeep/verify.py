@@ -26,7 +26,7 @@ from storage.parallel import each
 from storage.parts import is_intact, read_part_buffer
 from storage.revisions import FIRST, uncopied
 from storage.selection import SOURCES, Source, read_sources
-from storage.unfinished import Attempt
+from storage.unfinished import Attempt, IncrementRecord
 from storage.upkeep.catalog import Contents, names, survey
 
 _READERS = 4
@@ -127,7 +127,8 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     stored, unreadable = survey(root, run, recorded)
     findings = [_damaged(one.key, one.reason) for one in unreadable]
     attempts = _unreadable(recorded.attempts, lambda key: records.read(root, key, Attempt))
-    return stored, [*findings, *flaws, *attempts]
+    grown = _unreadable(recorded.increments, lambda key: records.read(root, key, IncrementRecord))
+    return stored, [*findings, *flaws, *attempts, *grown]
 
 
 def _copies(root: Root, run: str) -> Iterator[Finding]:

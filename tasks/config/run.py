@@ -49,6 +49,15 @@ class WarmupSection(Section):
     """Its own optimizer and schedule; RL starts with a fresh one."""
 
 
+class IncrementsSection(Section):
+    """Responses in progress that are stored before they end, so that a run that is killed goes on with them."""
+
+    tokens: int = Field(default=256, ge=1)
+    """A response is stored again when it has grown by so many tokens."""
+    seconds: float = Field(default=10.0, gt=0)
+    """And after this time, if it has grown."""
+
+
 class RolloutSection(Section):
     """Samples of one iteration."""
 
@@ -77,6 +86,7 @@ class RolloutSection(Section):
     these never have."""
     groups_per_part: Annotated[int, RUNTIME] = Field(default=64, ge=1)
     """Prompt groups in one stored part."""
+    increments: Annotated[IncrementsSection, RUNTIME] = IncrementsSection()
     ahead: int = Field(default=0, ge=0)
     """Iterations whose rollouts may be sampled beside the training of one: each rollout is sampled with weights that
     are so many updates older. With 0 rollout and training take turns."""

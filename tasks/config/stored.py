@@ -172,7 +172,8 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
     if not (lines := changed_meaning(stored, given)) or revisions.reruns:
         return []
     there = names(root, run, revisions=revisions)
-    places = {place for key in (*there.manifests, *there.pieces) if (place := layout.place_of(key)) is not None}
+    begun = (*there.manifests, *there.pieces, *there.increments)
+    places = {place for key in begun if (place := layout.place_of(key)) is not None}
     trained = any(iteration and stage == "train" for iteration, stage in places)  # from all that an iteration reads
     changed = changed_settings(stored, given)
     prepared = (0, "prepare") in places and any(key.startswith(fixed_by_prepare(config)) for key in changed)

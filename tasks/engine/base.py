@@ -20,10 +20,12 @@ from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (
     COMPLETIONS,
     Arrived,
+    Begun,
     Collected,
     EngineIdentity,
     EngineProtocol,
     EngineSpec,
+    Every,
     Finished,
     InFlight,
     Sampling,
@@ -99,7 +101,15 @@ class BaseEngine(EngineProtocol, ABC):
         self.enqueue(0, prompts, seeds, sampling)
         return self._sampled(self._queue.pop()).completions
 
-    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+    def enqueue(
+        self,
+        number: int,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        begun: Sequence[Begun] = (),
+        every: Every | None = None,
+    ) -> None:
         self._check_usable()
         if not len(prompts):
             raise InputError(f"batch {number} holds no prompts: there is nothing to sample")

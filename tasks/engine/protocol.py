@@ -147,11 +147,44 @@ class Finished(NamedTuple):
     Where an update keeps requests that are under way, their last tokens are of a later one."""
 
 
+class Every(NamedTuple):
+    """Growth after which an engine tells a response that goes on; what comes first counts."""
+
+    tokens: int
+    seconds: float
+
+
+class Begun(NamedTuple):
+    """The beginning of a response, sampled earlier by the same weights."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]  # of each of them, nat
+
+    def grown(self, more: "Begun") -> "Begun":
+        """The beginning with what came after it."""
+        return Begun(*(np.concatenate(both) for both in zip(self, more, strict=True)))
+
+
+NOTHING = Begun(np.empty(0, np.int32), np.empty(0, np.float32))
+"""The beginning of a response of which there is none yet."""
+
+
+class Increment(NamedTuple):
+    """Tokens by which a response that goes on has grown."""
+
+    number: int  # of its batch, as it was queued
+    row: int  # place of its prompt in the batch
+    first: int  # tokens of the response before these
+    grown: Begun  # these tokens
+    weight_version: int | None  # version of the weights that sampled them, as in `Finished`
+
+
 class Collected(NamedTuple):
     """Results of an engine since the previous call."""
 
     finished: list[Finished]  # batches of which every response is complete
     samples: int  # responses that ended, of finished batches and of others
+    increments: Sequence[Increment] = ()  # growth of responses that go on, in batches that were queued with `every`
 
 
 def weights_digest(digests: Mapping[str, str]) -> str:
@@ -175,9 +208,19 @@ class EngineProtocol(Protocol):
         failed, so the weights must not be used)."""
         ...
 
-    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+    def enqueue(
+        self,
+        number: int,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        begun: Sequence[Begun] = (),
+        every: Every | None = None,
+    ) -> None:
         """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once. `collect`
-        names the batch by `number`; each is under way once. Raises InputError, SyncMismatch: as `generate`."""
+        names the batch by `number`; each is under way once. Responses go on from what is `begun`, one for each prompt,
+        and are whole in the end; an engine whose responses depend on prompt and seed alone may sample all of them
+        again. With `every`, `collect` gives increments. Raises InputError, SyncMismatch: as `generate`."""
 
     def collect(self, wait_s: float) -> Collected:
         """Sample until a batch is finished, for at most `wait_s` seconds and a step; at once if none is under way."""

@@ -22,15 +22,16 @@ from storage.schema import ROLLOUT, fingerprint
 from storage.turns import finish_reasons, of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, keep_piece
 from tasks.data.drawing import draw, repetitions
-from tasks.engine.protocol import Sampling, token_rows
+from tasks.engine.protocol import Every, Sampling, token_rows
 from tasks.stages.context import Portion
+from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, shares, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
-from tasks.workers.sampling import Batch, sample
+from tasks.workers.sampling import Batch, Growing, sample
 
 _SAMPLED = ["response_tokens", "logprobs", "turns"]
 
@@ -176,7 +177,8 @@ class _Sampler:
             index = missing[number]
             pieces[index] = told(self._store(index, groups[index], self._table(groups[index], completions)))
 
-        self._sample(engines, [groups[index] for index in missing], store)
+        wanted = [groups[index] for index in missing]
+        self._sample(engines, wanted, store, Growth(self.work.writer, [self._name(one) for one in wanted]))
         return [pieces[index] for index in range(len(groups))]
 
     def _kept(self, groups: Groups) -> Piece | None:
@@ -213,12 +215,19 @@ class _Sampler:
         return {"sampled_again": float(before.num_rows), "sampled_again_equal": float(equal)}
 
     def _sample(
-        self, engines: list[EngineHandle], groups: list[Groups], ready: Callable[[int, pa.RecordBatch], None]
+        self,
+        engines: list[EngineHandle],
+        groups: list[Groups],
+        ready: Callable[[int, pa.RecordBatch], None],
+        growth: Growth | None = None,
     ) -> None:
-        batches = [Batch(token_rows(self._repeated(one)["prompt_tokens"]), self._seeds(one)) for one in groups]
-        ahead = 2 * self.work.config.engine.max_num_seqs
+        prompts, seeds = [self._repeated(one)["prompt_tokens"] for one in groups], map(self._seeds, groups)
+        begun = [growth.begun(place, len(rows)) if growth else () for place, rows in enumerate(prompts)]
+        batches = [Batch(token_rows(rows), *rest) for rows, *rest in zip(prompts, seeds, begun, strict=True)]
+        ahead, every = 2 * self.work.config.engine.max_num_seqs, self.work.config.rollout.increments
+        growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
         told, version = self.work.context.go_on, self.served.weight_version
-        sample(engines, batches, self.how, ready, ahead, lambda _: told(), version)
+        sample(engines, batches, self.how, ready, ahead, lambda _: told(), version, growing)
 
     def _repeated(self, groups: Groups) -> pa.Table:
         """The prompts with a row for each sample."""
@@ -252,8 +261,8 @@ class _Sampler:
             "run": self.work.writer.run,
             "iteration": self.work.iteration,
             "again": 0,
-            "top_k": 0,
-            "min_p": 0.0,
+            "top_k": self.how.top_k,
+            "min_p": self.how.min_p,
             "temperature": self.how.temperature,
             "top_p": self.how.top_p,
             "max_tokens": self.how.max_tokens,

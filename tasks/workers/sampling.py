@@ -1,7 +1,7 @@
 """Sampling many batches on several engines at once.
 
 Each engine holds enough work that it never waits for the next batch. A batch goes to the engine that has least in
-flight, and back to the others if its engine is lost.
+flight, and goes on at another one if its engine is lost.
 """
 
 import logging
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from storage.errors import SyncMismatch, WorkerLost
-from tasks.engine.protocol import COMPLETIONS, Finished, Sampling, TokenIds
+from tasks.engine.protocol import COMPLETIONS, NOTHING, Begun, Collected, Every, Increment, Sampling, TokenIds
 from tasks.workers.engines import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,20 @@ WAIT_S = 0.5
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts to sample together, each with a seed."""
+    """Prompts to sample together, each with a seed and the beginning of its response, if there is any."""
 
     prompts: Sequence[TokenIds]
     seeds: Sequence[int]
+    begun: Sequence[Begun] = ()
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Responses that are to be told while they grow."""
+
+    every: Every
+    grown: Callable[[int, Sequence[Increment]], None]
+    """Called with the number of a batch and its increments, as `ready`."""
 
 
 def untold(_done: int) -> None:
@@ -45,6 +55,7 @@ def sample(
     ahead: int = 1024,
     told: Callable[[int], None] = untold,
     version: int | None = None,
+    growing: Growing | None = None,
 ) -> None:
     """Sample all batches, in any order.
 
@@ -54,13 +65,14 @@ def sample(
         ahead: an engine gets no further batch while it has that many samples in flight.
         told: called with the number of finished samples, a few times a second at most.
         version: of the weights that must sample them; any by default.
+        growing: by default responses are told when their batch is finished.
 
     Raises:
-        WorkerLost: no engine is left. While there is one, it takes over what the lost ones had.
+        WorkerLost: no engine is left. While there is one, it goes on with what the lost ones had.
         SyncMismatch: as `EngineProtocol.generate`; or a batch was sampled by weights of another version.
         InputError: as `EngineProtocol.generate`.
     """
-    work = _Shared(engines, batches, how, ready, ahead, told, version)
+    work = _Shared(engines, batches, how, ready, ahead, told, version, growing)
     if not batches:
         return
     if len(engines) == 1:
@@ -103,9 +115,12 @@ class _Shared:
         ahead: int,
         told: Callable[[int], None],
         version: int | None,
+        growing: Growing | None,
     ) -> None:
         self._engines, self._batches, self._how, self._version = engines, batches, how, version
         self._ready, self._ahead, self._told = ready, ahead, told
+        self._growing = growing
+        self._begun = [list(one.begun) or [NOTHING] * len(one.prompts) for one in batches]
         self._changed = threading.Condition()
         self._waiting = deque(range(len(batches)))
         self._given: dict[int, set[int]] = {place: set() for place in range(len(engines))}  # of engines that live
@@ -122,7 +137,7 @@ class _Shared:
             engine.drop()  # what an earlier caller, or an attempt that failed, has left
             while (numbers := self._next(place)) is not None:
                 for number in numbers:
-                    engine.enqueue(number, self._batches[number].prompts, self._batches[number].seeds, self._how)
+                    self._enqueue(number, engine)
                 self._collect(place, engine)
         except WorkerLost as loss:
             if not self._lose(place):
@@ -131,6 +146,10 @@ class _Shared:
         except BaseException:
             self.stop()
             raise
+
+    def _enqueue(self, number: int, engine: EngineHandle) -> None:
+        batch, every = self._batches[number], None if self._growing is None else self._growing.every
+        engine.enqueue(number, batch.prompts, batch.seeds, self._how, self._begun[number], every)
 
     def stop(self) -> None:
         """Let every thread end once the call that it waits for has returned."""
@@ -163,8 +182,9 @@ class _Shared:
 
     def _collect(self, place: int, engine: EngineHandle) -> None:
         collected = engine.collect(WAIT_S)
+        self._grow(collected)
         for batch in collected.finished:
-            self._check_version(batch)
+            self._check_version(batch.weight_version)
             self._ready(batch.number, batch.completions)
         with self._changed:
             finished = {batch.number for batch in collected.finished}
@@ -176,10 +196,22 @@ class _Shared:
             self._told(self._done + sum(self._partial.values()))
             self._changed.notify_all()
 
-    def _check_version(self, batch: Finished) -> None:
-        if self._version not in (None, batch.weight_version):
+    def _grow(self, collected: Collected) -> None:
+        """Note the growth of responses, and tell it by batch unless the batch is finished by now."""
+        told: dict[int, list[Increment]] = {}
+        for one in collected.increments:
+            self._check_version(one.weight_version)
+            rows = self._begun[one.number]
+            rows[one.row] = rows[one.row].grown(one.grown)
+            told.setdefault(one.number, []).append(one)
+        for number in told.keys() - {batch.number for batch in collected.finished}:
+            if self._growing is not None:
+                self._growing.grown(number, told[number])
+
+    def _check_version(self, version: int | None) -> None:
+        if self._version not in (None, version):
             raise SyncMismatch(
-                f"an engine has sampled with weights of version {batch.weight_version}, but those of version "
+                f"an engine has sampled with weights of version {version}, but those of version "
                 f"{self._version} were asked for; the samples are not used. Run again, which syncs the weights again"
             )
 

@@ -137,7 +137,7 @@ class Observer:
     def _first_piece(self, key: str, stage: Stage) -> bool:
         """Kill a rollout in its second piece, when the first is recorded."""
         if stage != Stage.ROLLOUT or not layout.is_part(key):
-            return False
+            return ".increments/" in key
         self._parts += 1
         return self._parts % PIECES == 1
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import pytest
 
 from flows.proof.faults import FLOW, Fault
-from storage import layout
+from storage import layout, records
 from storage.kill_points import Point
 from storage.manifest import Manifest
 from storage.parts import read_table
 from storage.schema import ROLLOUT
+from storage.unfinished import IncrementRecord
 from storage.upkeep.verify import Problem, verify
 from tasks.stages.names import Stage
 from tests.faults.processes import NODE, WORKERS
@@ -39,7 +40,7 @@ FILES = (Point.STARTED, Point.MID_PART, Point.UPLOAD, Point.PARTS_DONE, Point.CO
 POINTS = {
     Stage.PREPARE: FILES,
     Stage.TRAIN: FILES,
-    Stage.ROLLOUT: TABLE,
+    Stage.ROLLOUT: (Point.STARTED, Point.MID_RESPONSE, *TABLE[1:]),
     Stage.REWARD: TABLE,
     Stage.WEIGHT_SYNC: (Point.STARTED, Point.SENT, Point.SERVED, Point.PARTS_DONE, Point.COMMITTED),
     Stage.EVALUATE: TABLE,
@@ -74,6 +75,7 @@ REPLACED = dict(
 RETRIED = dict(
     [
         cell("engine-0", "rollout", Point.MID_PART, retried=True),
+        cell("engine-0", "rollout", Point.MID_RESPONSE, retried=True),
         cell("engine-0", "weight-sync", Point.SENT, retried=True),
         cell("engine-0", "weight-sync", Point.SERVED, retried=True),
         cell("trainer-0", "weight-sync", Point.SERVED, retried=True),
@@ -86,6 +88,7 @@ CELLS = KILLS | REPLACED | RETRIED
 QUICK = {
     "flow-warm-up-committed",
     "flow-rollout-mid-part",
+    "flow-rollout-mid-response",
     "flow-train-upload",
     "trainer-1-train-parts-done",
     "engine-0-weight-sync-committed",
@@ -95,6 +98,7 @@ QUICK = {
     "node-evaluate-started",
     "engine-0-rollout-started-replaced",
     "engine-0-rollout-mid-part-retried",
+    "engine-0-rollout-mid-response-retried",
     "trainer-0-train-upload-retried",
 }
 
@@ -238,10 +242,10 @@ def check_what_is_left(fault: Fault, outcome: Outcome) -> None:
     parts = outcome.between.there(outcome.end.manifests[place].parts)
     assert (place in outcome.between.manifests) == (fault.point is Point.COMMITTED)
     if fault.stage == Stage.ROLLOUT:
-        recorded = {Point.STARTED: 0, Point.MID_PART: 1}.get(fault.point, PIECES)
+        recorded = {Point.STARTED: 0, Point.MID_RESPONSE: 0, Point.MID_PART: 1}.get(fault.point, PIECES)
         assert len(outcome.between.pieces) == recorded
     match fault.point:
-        case Point.STARTED | Point.SENT | Point.SERVED:
+        case Point.STARTED | Point.MID_RESPONSE | Point.SENT | Point.SERVED:
             assert not any(parts)
         case Point.MID_PART:
             folder = f"{layout.part_folder(RUN)}/{fault.iteration:06d}/{fault.stage.value}/"
@@ -270,6 +274,18 @@ def check_nothing_is_done_twice(wanted: Cell, outcome: Outcome) -> None:
         assert begun - 1 <= recorded <= begun  # a kill by another thread may come between the two
         assert (recorded if place in missing else 0) <= manifest.attempt <= (place in missing or begun > 1)
     assert sorted(outcome.again.pieces) == sorted(outcome.end.pieces - outcome.between.pieces)
+    check_no_token_is_sampled_again(outcome.end)
+
+
+def check_no_token_is_sampled_again(look: Look) -> None:
+    """Check that the stored increments of each response follow one another."""
+    ends: Counter[tuple[str, int]] = Counter()
+    for key in sorted(look.keys):
+        if (piece := layout.piece_of_increment(key)) is not None:
+            for one in records.read(look.root, key, IncrementRecord).grown():
+                assert one.first == ends[piece, one.row], key
+                ends[piece, one.row] += len(one.tokens)
+    assert ends
 
 
 def check_rows(look: Look) -> None:

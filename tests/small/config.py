@@ -31,6 +31,8 @@ prompts = {PROMPTS}
 samples = {SAMPLES}
 max_tokens = 6
 groups_per_part = {GROUPS}
+[rollout.increments]
+tokens = 2
 [reward]
 function = "characters"
 [train]

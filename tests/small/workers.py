@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
+from storage.reader import row_views
 from tasks.data.backends import Plain
 from tasks.data.generated import character_tokenizer
 from tasks.data.token_bytes import token_bytes
@@ -21,10 +22,12 @@ from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (
     COMPLETIONS,
     Arrived,
+    Begun,
     Collected,
     EngineIdentity,
     EngineProtocol,
     Finished,
+    Increment,
     weights_digest,
 )
 from tests.small.channel import SmallEnd, tensors_of
@@ -44,6 +47,11 @@ def replace_file(path, content):
     """Write a file whose earlier version the store may have taken as a part: replace it, do not change it in place."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
+
+
+def responses_of(batch):
+    """Tokens and log-probabilities of each response."""
+    return [Begun(*one) for one in zip(*(row_views(pa.chunked_array([batch[at]])) for at in (0, 1)), strict=True)]
 
 
 def logprobs_of(weights, sequence):
@@ -335,16 +343,40 @@ class SmallEngine(EngineProtocol):
         ]
         return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
 
-    def enqueue(self, *batch):
-        self._queued.append(batch)
+    def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None):
+        there = [len(one.tokens) for one in begun] or [0] * len(prompts)
+        self._queued.append((number, prompts, seeds, sampling, begun, every, there))
 
     def collect(self, wait_s):
-        """Finish one batch after another, as on CPU."""
+        """Finish one batch after another, as on CPU; each call lets the responses of the first grow once, or end."""
         if not self._queued:
             return Collected([], 0)
-        number, *batch = self._queued.pop(0)
-        completions = self.generate(*batch)
-        return Collected([Finished(number, completions, self._version)], completions.num_rows)
+        number, prompts, seeds, sampling, begun, every, there = self._queued[0]
+        whole = self.generate(prompts, seeds, sampling)
+        if every is not None and (increments := self._grown(number, whole, there, every.tokens)):
+            return Collected([], 0, increments)
+        self._queued.pop(0)
+        return Collected([Finished(number, self._going_on(whole, begun), self._version)], whole.num_rows)
+
+    def _grown(self, number, whole, there, tokens):
+        """Increments of so many tokens, of the responses that have more than that left."""
+        increments = []
+        for row, response in enumerate(responses_of(whole)):
+            first, end = there[row], there[row] + tokens
+            if end < len(response.tokens):
+                grown = Begun(*(one[first:end] for one in response))
+                increments.append(Increment(number, row, first, grown, self._version))
+                there[row] = end
+        return increments
+
+    def _going_on(self, whole, begun):
+        """Responses that are what was begun, and behind it what is sampled now."""
+        if not begun:
+            return whole
+        pairs = zip(begun, responses_of(whole), strict=True)
+        made = [one.grown(Begun(*(values[len(one.tokens) :] for values in response))) for one, response in pairs]
+        columns = [pa.array([one[at] for one in made], COMPLETIONS.types[at]) for at in (0, 1)]
+        return pa.RecordBatch.from_arrays([*columns, whole["finish_reason"]], schema=COMPLETIONS)
 
     def drop(self):
         self._queued.clear()

@@ -9,3 +9,7 @@ Runner = Literal["first", "second"]
 """The model runner of vLLM. The second one runs on cards only."""
 STOP_TEXTS = "stop"
 """Name of a request's stop texts among the arguments that vLLM passes on unread."""
+BEGUN = "begun"
+"""That of the number of tokens at the end of its prompt that are the beginning of its response."""
+EVERY = "every"
+"""That of the tokens and seconds after which it is told while it goes on; None if it is not."""

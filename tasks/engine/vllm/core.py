@@ -30,8 +30,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Sampling
-from tasks.engine.vllm import STOP_TEXTS, Runner
+from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Every, Sampling
+from tasks.engine.vllm import BEGUN, EVERY, STOP_TEXTS, Runner
 from tasks.engine.vllm.inside import executor
 from tasks.engine.vllm.memory import cache_bytes
 from trainer_core.config import Device
@@ -43,7 +43,7 @@ _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, 
 
 @dataclass(frozen=True)
 class Answer:
-    """To a request that has ended."""
+    """To a request that has ended or grown."""
 
     name: str
     """Of the request."""
@@ -53,8 +53,8 @@ class Answer:
     """One for each of them; empty if they were not asked for."""
     prompt_logprobs: NDArray[np.float32]
     """One for each token of the prompt but the first; empty if they were not asked for."""
-    finish_reason: str
-    """As vLLM calls it."""
+    finish_reason: str | None
+    """As vLLM calls it; None of one that goes on, whose new tokens these are."""
 
 
 class Core:
@@ -98,7 +98,7 @@ class Core:
             self.go_on()
 
     def step(self) -> list[Answer]:
-        """Answers to what ended in the next step, forgotten requests among them. There must be some under way."""
+        """Answers to what ended or is told in the next step, forgotten requests among them. Some must be under way."""
         return [_answer(output) for output in self._client.get_output().outputs]
 
     def forget(self, names: Sequence[str]) -> None:
@@ -163,7 +163,7 @@ def _answer(last: EngineCoreOutput) -> Answer:
         token_ids=np.asarray(last.new_token_ids, dtype=np.int32),
         logprobs=none if sampled is None else sampled.logprobs[:, 0],  # (T, 1) -> (T,)
         prompt_logprobs=none if prompt is None else prompt.logprobs[:, 0].numpy(),  # (T - 1, 1) -> (T - 1,)
-        finish_reason=str(last.finish_reason),
+        finish_reason=None if last.finish_reason is None else str(last.finish_reason),
     )
 
 
@@ -219,17 +219,19 @@ def _cache_bytes(spec: EngineSpec) -> int:
     return cache_bytes(spec, current_platform.get_device_total_memory())
 
 
-def sampling_parameters(sampling: Sampling, seed: int) -> SamplingParams:
-    """vLLM's sampling parameters of one response."""
+def sampling_parameters(sampling: Sampling, seed: int, begun: int = 0, every: Every | None = None) -> SamplingParams:
+    """vLLM's sampling parameters of one response, of which `begun` tokens are there and whose others are told `every`
+    so often."""
+    told = {STOP_TEXTS: list(sampling.stop), BEGUN: begun, EVERY: every and tuple(every)}
     return SamplingParams(
         seed=seed,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
+        max_tokens=sampling.max_tokens - begun,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop_token_ids=list(sampling.stop_token_ids),
-        extra_args={STOP_TEXTS: list(sampling.stop)} if sampling.stop else None,
+        extra_args=told,
         ignore_eos=True,
         logprobs=0,
         skip_clone=True,  # made for this one request: no deep copy

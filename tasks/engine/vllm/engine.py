@@ -20,12 +20,16 @@ from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.environment import set_engine_meeting_place
 from tasks.engine.protocol import (
     COMPLETIONS,
+    NOTHING,
     Arrived,
+    Begun,
     Collected,
     EngineIdentity,
     EngineProtocol,
     EngineSpec,
+    Every,
     Finished,
+    Increment,
     InFlight,
     Sampling,
     TokenIds,
@@ -52,8 +56,12 @@ class Unusable:
 class Batch:
     """Requests that were queued together."""
 
-    def __init__(self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any]) -> None:
+    def __init__(
+        self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any], begun: Sequence[Begun] = ()
+    ) -> None:
         self.number, self.prompts, self.how = number, prompts, how
+        self.begun = begun or [NOTHING] * len(prompts)
+        self.told = [len(one.tokens) for one in self.begun]  # tokens of each response that the caller knows
         self.answers: list[Any] = [None] * len(prompts)  # an `Answer` each, once it is there
         self.left = len(prompts)
         self.weight_version: int | None = None
@@ -82,7 +90,7 @@ class Engine(EngineProtocol):
         self._waiting: deque[Batch] = deque()
         self._running: dict[str, tuple[Batch, int]] = {}
         self._names = itertools.count()
-        self._sampling_parameters: Callable[[Sampling, int], Any] = core.sampling_parameters
+        self._sampling_parameters: Callable[[Sampling, int, int, Every | None], Any] = core.sampling_parameters
         self._scoring_parameters: Callable[[], Any] = core.scoring_parameters
         self._core = core.Core(spec)
         logger.info("the engine of %s has vLLM's %s model runner", spec.model_dir, self._core.runner)
@@ -92,6 +100,7 @@ class Engine(EngineProtocol):
         self._on_hold = False
         self._finished: list[Batch] = []  # with `_ended` responses, and not collected yet
         self._ended = 0
+        self._grown: list[Increment] = []  # not collected yet
 
     def identity(self) -> EngineIdentity:
         """See `EngineProtocol.identity`."""
@@ -107,16 +116,28 @@ class Engine(EngineProtocol):
         """See `EngineProtocol.generate`."""
         self.drop()
         self.enqueue(0, prompts, seeds, sampling)
-        return _completions(self._complete())
+        return _finished(self._complete()).completions
 
-    def enqueue(self, number: int, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> None:
+    def enqueue(
+        self,
+        number: int,
+        prompts: Sequence[TokenIds],
+        seeds: Sequence[int],
+        sampling: Sampling,
+        begun: Sequence[Begun] = (),
+        every: Every | None = None,
+    ) -> None:
         """See `EngineProtocol.enqueue`."""
         self._check_usable()
         if not len(prompts):
             raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
         self._spec.check_lengths(prompts, "prompt")
-        how = [self._sampling_parameters(sampling, seed) for seed in seeds]
-        self._waiting.append(Batch(number, prompts, how))
+        begun = begun or [NOTHING] * len(prompts)
+        how = [
+            self._sampling_parameters(sampling, seed, len(one.tokens), every)
+            for seed, one in zip(seeds, begun, strict=True)
+        ]
+        self._waiting.append(Batch(number, prompts, how, begun))
         self._admit()
 
     def collect(self, wait_s: float) -> Collected:
@@ -130,12 +151,13 @@ class Engine(EngineProtocol):
             finished += batches
             if time.monotonic() >= deadline:
                 break
-        return Collected([_finished(batch) for batch in finished], ended)
+        grown, self._grown = self._grown, []
+        return Collected([_finished(batch) for batch in finished], ended, grown)
 
     def drop(self) -> None:
         """See `EngineProtocol.drop`."""
         self._waiting.clear()
-        self._finished, self._ended = [], 0
+        self._finished, self._ended, self._grown = [], 0, []
         if self._running:
             self._core.forget(list(self._running))
             self._running.clear()
@@ -152,7 +174,7 @@ class Engine(EngineProtocol):
             return []
         self._waiting.append(Batch(0, sequences, [self._scoring_parameters() for _ in sequences]))
         self._admit()
-        return [answer.prompt_logprobs for answer in self._complete()]
+        return [answer.prompt_logprobs for answer in self._complete().answers]
 
     def survey_model(self) -> None:
         """See `EngineProtocol.survey_model`."""
@@ -259,7 +281,8 @@ class Engine(EngineProtocol):
             named = {f"{next(self._names)}": (batch, row) for row in range(len(batch.prompts))}
             self._running |= named
             # plain integers: from numpy's, vLLM would make tensors of a type that it does not accept
-            prompts = [np.asarray(prompt).tolist() for prompt in batch.prompts]
+            begun = zip(batch.prompts, batch.begun, strict=True)
+            prompts = [[*np.asarray(prompt).tolist(), *one.tokens.tolist()] for prompt, one in begun]
             self._core.add(list(zip(named, prompts, batch.how, strict=True)))
 
     def _step(self, admit: bool = True) -> tuple[int, list[Batch]]:
@@ -272,6 +295,9 @@ class Engine(EngineProtocol):
         for answer in self._core.step():
             if answer.name not in self._running:  # dropped while its answer was on the way
                 continue
+            if answer.finish_reason is None:
+                self._grow(answer, *self._running[answer.name])
+                continue
             batch, row = self._running.pop(answer.name)
             batch.answers[row] = answer
             batch.left -= 1
@@ -282,12 +308,17 @@ class Engine(EngineProtocol):
             self._admit()
         return ended, finished
 
-    def _complete(self) -> Sequence["Answer"]:
-        """The answers to the one batch that is under way."""
+    def _grow(self, answer: "Answer", batch: Batch, row: int) -> None:
+        grown = Begun(answer.token_ids, answer.logprobs)
+        self._grown.append(Increment(batch.number, row, batch.told[row], grown, batch.weight_version))
+        batch.told[row] += len(answer.token_ids)
+
+    def _complete(self) -> Batch:
+        """The one batch that is under way, with its answers."""
         finished: list[Batch] = []
         while not finished:
             finished += self._step()[1]
-        return finished[0].answers
+        return finished[0]
 
     def _check_usable(self) -> None:
         if isinstance(self._held, Unusable):
@@ -295,16 +326,18 @@ class Engine(EngineProtocol):
 
 
 def _finished(batch: Batch) -> Finished:
-    return Finished(batch.number, _completions(batch.answers), batch.weight_version)
+    return Finished(batch.number, _completions(batch.answers, batch.begun), batch.weight_version)
 
 
-def _completions(answers: Sequence["Answer"]) -> pa.RecordBatch:
+def _completions(answers: Sequence["Answer"], begun: Sequence[Begun]) -> pa.RecordBatch:
     unknown = [one.finish_reason for one in answers if one.finish_reason not in ("stop", "length", "abort")]
     if unknown:
         raise WorkerLost(f"vLLM ended a response with finish_reason {unknown[0]!r}, which Ratchet does not know")
+    rest = (Begun(answer.token_ids, answer.logprobs) for answer in answers)
+    whole = [one.grown(more) for one, more in zip(begun, rest, strict=True)]
     columns = [
-        _lists([answer.token_ids for answer in answers], pa.int32()),
-        _lists([answer.logprobs for answer in answers], pa.float32()),
+        _lists([one.tokens for one in whole], pa.int32()),
+        _lists([one.logprobs for one in whole], pa.float32()),
         pa.array([answer.finish_reason for answer in answers], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)

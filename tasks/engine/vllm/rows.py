@@ -12,11 +12,12 @@ from tasks.engine.ends import END, Ends
 Places = NDArray[np.intp]
 """Indices of rows."""
 
-_COLUMNS = 9
-SERIAL, SLOT, LINE, COMPUTED, SAMPLED, FLYING, STEPS, LIMIT, ROOM = range(_COLUMNS)
+_COLUMNS = 11
+SERIAL, SLOT, LINE, COMPUTED, SAMPLED, FLYING, STEPS, LIMIT, ROOM, DUE, DUE_AT = range(_COLUMNS)
 """Numbers of a row: its serial number, in order of entry; its line of the buffers; its line of the table of ends; its
 tokens whose keys and values the steps planned so far compute; tokens sampled; tokens that planned steps will sample;
-steps among these that were planned while it was a row; most tokens that it samples; tokens that its blocks hold."""
+steps among these that were planned while it was a row; most tokens that it samples; tokens that its blocks hold;
+sampled tokens, and ms of the steady clock, at which its new tokens are due."""
 
 
 class Entry(NamedTuple):
@@ -36,6 +37,10 @@ class Entry(NamedTuple):
     """See `FLYING`."""
     limit: int
     """See `LIMIT`."""
+    due: int
+    """See `DUE`."""
+    due_at: int
+    """See `DUE_AT`."""
 
 
 class Left(NamedTuple):
@@ -147,6 +152,16 @@ class Rows:
         lines = self.table[LINE, at] = self._ends.table[self.table[LINE, at], tokens]
         return at[(lines == END) | (sampled + 1 >= self.table[LIMIT, at])]
 
+    def due(self, at: Places, now: int) -> Places:
+        """Those of the rows `at` whose new tokens are due at the time `now`, in ms."""
+        return at[(self.table[SAMPLED, at] >= self.table[DUE, at]) | (self.table[DUE_AT, at] <= now)]
+
+    def sampled(self, place: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Tokens that a row has sampled, and their log-probabilities, (T,) each, as views."""
+        slot = self.table[SLOT, place]
+        count = self.table[SAMPLED, place] - self._first[slot]
+        return self._tokens[slot, :count], self._logprobs[slot, :count]
+
     def stopped(self, at: Places) -> list[bool]:
         """Mask of the rows whose last token ends them."""
         return (self.table[LINE, at] == END).tolist()
@@ -175,22 +190,12 @@ class Rows:
         self._serial += 1
         self._serials[entry.name] = self._serial
         self.requests.append(entry.request)
-        return [
-            self._serial,
-            slot,
-            entry.line,
-            entry.computed,
-            entry.sampled,
-            entry.flying,
-            0,
-            entry.limit,
-            entry.computed,
-        ]
+        before, limits = (entry.computed, entry.sampled, entry.flying, 0), (entry.limit, entry.computed)
+        return [self._serial, slot, entry.line, *before, *limits, entry.due, entry.due_at]
 
     def _left(self, place: int) -> Left:
-        _, slot, line, computed, sampled, flying, steps, _, _ = self.table[:, place].tolist()
-        count = sampled - int(self._first[slot])
-        tokens, logprobs = self._tokens[slot, :count].copy(), self._logprobs[slot, :count].copy()
+        tokens, logprobs = (values.copy() for values in self.sampled(place))
+        line, computed, flying, steps = self.table[[LINE, COMPUTED, FLYING, STEPS], place].tolist()
         return Left(self.requests[place], tokens, logprobs, computed, flying, steps, line)
 
 

@@ -10,7 +10,6 @@ Imports vLLM; runs in the process of the scheduler (vLLM's `scheduler_cls`).
 """
 
 import time
-from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -23,39 +22,37 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tasks.data.backends import read_backend
 from tasks.data.token_bytes import token_bytes
 from tasks.engine.ends import END, Ends
-from tasks.engine.vllm import STOP_TEXTS
-from tasks.engine.vllm.rows import COMPUTED, FLYING, LIMIT, ROOM, SAMPLED, STEPS, Entry, Left, Places, Planned, Rows
+from tasks.engine.vllm import BEGUN, STOP_TEXTS
+from tasks.engine.vllm.responses import Response
+from tasks.engine.vllm.rows import (
+    COMPUTED,
+    DUE,
+    DUE_AT,
+    FLYING,
+    LIMIT,
+    ROOM,
+    SAMPLED,
+    STEPS,
+    Entry,
+    Left,
+    Places,
+    Planned,
+    Rows,
+)
 from tasks.engine.vllm.steps import Samples, Step
 
 _SILENT_S = 0.05  # between two messages: each costs this process and its client more than a small step
 _AHEAD = 64  # tokens for which a row's blocks of the cache are reserved at once
 
+_NO_TOKENS, _NO_LOGPROBS = np.empty(0, np.int32), np.empty(0, np.float32)
+
 _Blocks = tuple[list[int], ...]
-
-
-class _Response:
-    """Sampled tokens of a response, without those that its row holds."""
-
-    def __init__(self, line: int) -> None:
-        self.tokens, self.logprobs = array("i"), array("f")  # 8 bytes a token: objects of Python take ten times that
-        self.line = line  # of the table of ends, after the tokens
-
-    def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
-        """The last output of the request, with all tokens and, if they were asked for, their log-probabilities."""
-        last.new_token_ids = self.tokens.tolist()
-        if self.logprobs:
-            last.new_logprobs = LogprobsLists(
-                logprob_token_ids=np.asarray(self.tokens, dtype=np.int32)[:, None],  # (T, 1)
-                logprobs=np.asarray(self.logprobs, dtype=np.float32)[:, None],  # (T, 1)
-                sampled_token_ranks=np.empty(0, dtype=np.int32),  # of no use here
-            )
-        return last
 
 
 class _Whole(Scheduler):
@@ -63,7 +60,7 @@ class _Whole(Scheduler):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._responses: dict[str, _Response] = {}
+        self._responses: dict[str, Response] = {}
         self._spoke = 0.0  # when the last message was sent
         model = self.vllm_config.model_config
         self._ends = Ends(model.get_vocab_size(), lambda: token_bytes(read_backend(Path(model.model))))
@@ -76,13 +73,17 @@ class _Whole(Scheduler):
         super().add_request(request)
         if not self._responses:
             self._ends.idle()
-        self._responses[request.request_id] = _Response(self._begin(request))
+        self._responses[request.request_id] = Response(self._begin(request), request)
 
     def _begin(self, request: Request) -> int:
+        """The line of the table of ends that holds after what is there of a response."""
         how = request.sampling_params
-        return (
-            0 if how is None else self._ends.first(how.stop_token_ids or (), (how.extra_args or {}).get(STOP_TEXTS, ()))
-        )
+        if how is None:
+            return 0
+        told = how.extra_args or {}
+        line = self._ends.first(how.stop_token_ids or (), told.get(STOP_TEXTS, ()))
+        begun = told.get(BEGUN, 0)
+        return self._ends.after(line, (request.prompt_token_ids or [])[-begun:]) if begun else line
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         names = list(self.requests) if request_ids is None else request_ids
@@ -141,13 +142,13 @@ class _Whole(Scheduler):
         return tokens, stopped
 
     def _last(self, output: EngineCoreOutput, sampled: Samples) -> EngineCoreOutput | None:
-        """The whole response if this is its end, else nothing."""
+        """The whole response if this is its end, its new tokens if they are due, else nothing."""
         name = output.request_id
-        response = self._responses.get(name) or _Response(0)  # none if the request failed in this step
+        response = self._responses.get(name) or Response(0)  # none if the request failed in this step
         response.tokens.extend(output.new_token_ids)
         response.logprobs.extend(sampled.of(name, len(output.new_token_ids)))
         if output.finish_reason is None:
-            return None
+            return response.grown(name, _NO_TOKENS, _NO_LOGPROBS) if response.is_due() else None
         self._responses.pop(name, None)
         return response.whole(output)
 
@@ -173,6 +174,8 @@ class _Whole(Scheduler):
             sampled=request.num_output_tokens,
             flying=request.num_output_placeholders,
             limit=min(request.max_tokens, self.max_model_len - request.num_prompt_tokens),
+            due=self._responses[request.request_id].due,
+            due_at=self._responses[request.request_id].due_at,
         )
 
     def _reserve(self, planned: Planned) -> dict[str, _Blocks] | None:
@@ -260,8 +263,8 @@ class _Whole(Scheduler):
         """Give the rows what a step sampled for them.
 
         Returns:
-            The requests of the step that are vLLM's, with their numbers of tokens, and outputs of those that ended,
-            with the number of their client.
+            The requests of the step that are vLLM's, with their numbers of tokens, and outputs of rows that ended or
+            whose new tokens are due, with the number of their client.
         """
         others, at, batch = output.num_scheduled_tokens, np.zeros(0, np.intp), np.zeros(0, np.intp)
         if sampled.planned is not None:
@@ -281,7 +284,16 @@ class _Whole(Scheduler):
         if not len(at):
             return theirs, []
         ends = self._rows.take(at, sampled.tokens(batch), sampled.logprobs(batch), len(at) - len(entered))
-        return theirs, self._end(np.sort(ends))
+        due = np.setdiff1d(self._rows.due(at, int(time.monotonic() * 1000)), ends)
+        return theirs, [*map(self._grown, due.tolist()), *self._end(np.sort(ends))]
+
+    def _grown(self, place: int) -> tuple[int, EngineCoreOutput]:
+        """New tokens of a row that goes on, with the number of its client."""
+        request = self._rows.requests[place]
+        response = self._responses[request.request_id]
+        output = response.grown(request.request_id, *self._rows.sampled(place))
+        self._rows.table[[DUE, DUE_AT], place] = response.due, response.due_at
+        return request.client_index, output
 
     def _end(self, at: Places) -> list[tuple[int, EngineCoreOutput]]:
         """End the rows whose last token was sampled."""
