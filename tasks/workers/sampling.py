@@ -149,7 +149,8 @@ class _Shared:
 
     def _enqueue(self, number: int, engine: EngineHandle) -> None:
         batch, every = self._batches[number], None if self._growing is None else self._growing.every
-        engine.enqueue(number, batch.prompts, batch.seeds, self._how, self._begun[number], every)
+        begun = self._begun[number] if any(len(one.tokens) for one in self._begun[number]) else ()
+        engine.enqueue(number, batch.prompts, batch.seeds, self._how, begun, every)
 
     def stop(self) -> None:
         """Let every thread end once the call that it waits for has returned."""

@@ -23,6 +23,8 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "run.retries": (0, 3),
     "run.outage_s": (60, 900),
     "rollout.groups_per_part": (1, 4),
+    "rollout.increments.tokens": (2, 3),
+    "rollout.increments.seconds": (10.0, 1.0),
     "reward.deadline_s": (5.0, 9.0),
     "reward.processes": (0, 1),
     "reward.max_failures": (0.1, 0.0),

@@ -1,11 +1,12 @@
 """Pieces of a stage in progress."""
 
+import numpy as np
 import pytest
 
 from storage import layout
 from storage.errors import DigestMismatch
 from storage.parts import PartWriter
-from storage.unfinished import find_piece, keep_piece
+from storage.unfinished import Grown, IncrementRecord, find_increments, find_piece, keep_increment, keep_piece
 from tasks.stages.names import Stage
 
 
@@ -32,3 +33,39 @@ def test_a_damaged_record_of_a_piece_is_refused(root):
     root.replace(key, root.read_bytes(key).replace(b'"bytes": 7', b'"bytes": 8'))
     with pytest.raises(DigestMismatch, match=key):
         find_piece(writer, "00000")
+
+
+def grown(*tokens, row=0, first=0):
+    return Grown(row, first, np.array(tokens, np.int32), -np.array(tokens, np.float32) / 3)
+
+
+def test_increments_are_found_again_in_order(any_root):
+    writer = PartWriter(any_root, "run", 1, Stage.ROLLOUT)
+    assert find_increments(writer, "a") == []
+    some = [[grown(5, 6), grown(7, row=3)], [grown(2**31 - 1, first=2), grown(row=1)]]
+    made = [IncrementRecord.of(one, 4) for one in some]
+    assert [keep_increment(writer, "a", number, one) for number, one in enumerate(made)] == [1, 2]
+    assert find_increments(writer, "a") == made
+    for record, expected in zip(made, some, strict=True):
+        for mine, theirs in zip(record.grown(), expected, strict=True):
+            assert mine[:2] == theirs[:2]
+            assert [(one.dtype, one.tobytes()) for one in mine[2:]] == [
+                (one.dtype, one.tobytes()) for one in theirs[2:]
+            ]
+    assert find_increments(writer, "b") == find_increments(PartWriter(any_root, "run", 1, Stage.REWARD), "a") == []
+
+
+def test_an_increment_of_another_process_is_kept(any_root):
+    writer = PartWriter(any_root, "run", 1, Stage.ROLLOUT)
+    theirs, ours = (IncrementRecord.of([grown(token)], 4) for token in (1, 2))
+    assert keep_increment(writer, "a", 0, theirs) == 1
+    assert keep_increment(writer, "a", 0, theirs) == 1  # its own write, whose answer was lost
+    assert keep_increment(writer, "a", 0, ours) == 2
+    assert find_increments(writer, "a") == [theirs, ours]
+
+
+def test_the_key_of_an_increment_names_its_piece():
+    key = layout.increment_key("run", 1, Stage.ROLLOUT, 2, "000-004.a", 7)
+    assert layout.piece_of_increment(key) == layout.piece_key("run", 1, Stage.ROLLOUT, 2, "000-004.a")
+    assert layout.piece_of_increment(layout.piece_key("run", 1, Stage.ROLLOUT, 2, "a")) is None
+    assert not layout.is_piece(key) and not layout.is_stray(key)

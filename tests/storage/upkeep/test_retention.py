@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
+import numpy as np
 import pytest
 
 from storage import layout, records
@@ -11,7 +12,7 @@ from storage.manifest import find, need
 from storage.ownership.lease import acquire, newest
 from storage.ownership.process import this_process
 from storage.parts import PartWriter, materialize
-from storage.unfinished import begin, keep_piece
+from storage.unfinished import Grown, IncrementRecord, begin, keep_increment, keep_piece
 from storage.upkeep.beside import collect_beside
 from storage.upkeep.catalog import Retired, contents
 from storage.upkeep.fork import fork
@@ -69,6 +70,25 @@ def test_pieces_of_a_stage_in_work_stay_and_go_once_it_is_committed(root):
     for key in (kept.key, piece):
         age(root, key)
     assert keys(collect(root, WORKFLOW, "run", apply=True)) == {kept.key, piece}
+    assert verify(root, "run").findings == ()
+
+
+@pytest.mark.parametrize("by", ["piece", "stage"])
+def test_increments_stay_while_responses_go_on_and_go_once_they_are_stored(root, by):
+    make_run(root)
+    writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
+    key = layout.increment_key("run", 4, Stage.ROLLOUT, 0, "a", 0)
+    one = Grown(0, 0, np.array([5], np.int32), np.array([-1.0], np.float32))
+    keep_increment(writer, "a", 0, IncrementRecord.of([one], 3))
+    assert keys(collect(root, WORKFLOW, "run", now=LATER)) == set()
+    assert verify(root, "run").findings == ()
+    if by == "stage":
+        make_iteration(root, "run", 4)
+    else:
+        keep_piece(writer, "a", writer.write_bytes("groups-00000.arrow", b"done"))
+    assert keys(collect(root, WORKFLOW, "run")) == set()
+    age(root, key)
+    assert keys(collect(root, WORKFLOW, "run", apply=True)) == {key}
     assert verify(root, "run").findings == ()
 
 

@@ -3,13 +3,14 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from storage import layout
 from storage.ownership.lease import acquire
 from storage.ownership.process import this_process
 from storage.parts import PartWriter
-from storage.unfinished import begin, keep_piece
+from storage.unfinished import Grown, IncrementRecord, begin, keep_increment, keep_piece
 from storage.upkeep.archive import compact
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import Problem, verify
@@ -99,6 +100,16 @@ def test_a_damaged_record_of_an_attempt_is_named(root):
     make_run(root)
     key = layout.attempt_key("run", 4, Stage.ROLLOUT, 0, 0)
     begin(root, "run", 4, Stage.ROLLOUT, "host:1")
+    assert found(root) == set()
+    flip(root, key, random.Random(0))
+    assert found(root) == {(Problem.DAMAGED, key)}
+
+
+def test_a_damaged_record_of_an_increment_is_named(root):
+    make_run(root)
+    key = layout.increment_key("run", 4, Stage.ROLLOUT, 0, "a", 0)
+    one = Grown(0, 0, np.array([5], np.int32), np.array([-1.0], np.float32))
+    keep_increment(PartWriter(root, "run", 4, Stage.ROLLOUT), "a", 0, IncrementRecord.of([one], 3))
     assert found(root) == set()
     flip(root, key, random.Random(0))
     assert found(root) == {(Problem.DAMAGED, key)}

@@ -10,9 +10,9 @@ import pytest
 
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.run import WorkersSection
-from tasks.engine.protocol import COMPLETIONS, Collected, Sampling
+from tasks.engine.protocol import COMPLETIONS, Collected, Every, Sampling
 from tasks.workers.engines import EngineHandle
-from tasks.workers.sampling import Batch, sample, spread
+from tasks.workers.sampling import Batch, Growing, sample, spread
 from tests.small.here import GroupHere
 from tests.small.workers import SmallEngine
 
@@ -27,8 +27,8 @@ class Echo(SmallEngine):
         self.dies_at, self.error, self.allowed = dies_at, error, allowed
         self.seen, self.most, self.collected = [], 0, 0
 
-    def enqueue(self, number, prompts, seeds, sampling):
-        super().enqueue(number, prompts, seeds, sampling)
+    def enqueue(self, number, *batch):
+        super().enqueue(number, *batch)
         self.seen.append(number)
         self.most = max(self.most, len(self._queued))
 
@@ -113,6 +113,38 @@ def test_the_others_sample_what_a_lost_engine_had(dies_at):
     assert set(lost.seen) - set(range(10)) == set()
     assert counts[-1] == 20
     assert max(counts) == 20
+
+
+class Counting(Echo):
+    """Answers each prompt with six tokens that count on from its seed."""
+
+    def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None):
+        super().enqueue(number, prompts, seeds, sampling, begun, every)
+        self.begun = {**getattr(self, "begun", {}), number: [one.tokens.tolist() for one in begun]}
+
+    def generate(self, prompts, seeds, sampling):
+        responses = [list(range(10 * seed, 10 * seed + 6)) for seed in seeds]
+        rows = [pa.array(responses, COMPLETIONS.field(name).type) for name in COMPLETIONS.names[:2]]
+        return pa.RecordBatch.from_arrays([*rows, pa.array(["length"] * len(seeds))], schema=COMPLETIONS)
+
+
+def test_a_response_goes_on_at_another_engine_from_its_last_increment():
+    lost, other, work = Counting(dies_at=2), Counting(), batches(2)
+    told, found = [], {}
+    growing = Growing(Every(2, 1.0), lambda number, some: told.extend((number, *one[1:3]) for one in some))
+    free = threading.Event()
+    lost.allowed, other.allowed = None, free
+    lost.error = lambda why: (free.set(), WorkerLost(why))[1]
+    sample(handles(lost, other), work, HOW, found.__setitem__, growing=growing)
+    (number,) = lost.begun
+    assert other.begun[number] == [
+        [10 * seed, 10 * seed + 1, 10 * seed + 2, 10 * seed + 3] for seed in work[number].seeds
+    ]
+    assert [one[2] for one in told if one[0] == number] == [0, 0, 2, 2]  # nothing again at the other
+    for place, batch in enumerate(work):
+        assert found[place]["response_tokens"].to_pylist() == [
+            [*range(10 * seed, 10 * seed + 6)] for seed in batch.seeds
+        ]
 
 
 def test_an_engine_that_is_dead_before_the_start_is_passed_over():

@@ -18,7 +18,7 @@ def test_requests_under_way_are_dropped(served, tmp_path):
         served.engine.enqueue(number, PROMPTS[:6], SEEDS[:6], PLAIN)
     served.engine.collect(0.0)
     serve(served, tmp_path / "after")
-    assert served.engine.collect(60.0) == ([], 0)
+    assert served.engine.collect(60.0) == ([], 0, [])
 
 
 def test_requests_under_way_are_finished_first(served, tmp_path):

@@ -45,7 +45,7 @@ def test_batches_have_the_bits_of_each_alone_and_are_done_in_order(engine):
     assert all(found[number].equals(alone[number]) for number in BATCHES)
     assert sum(samples) == sum(len(prompts) for prompts, _ in BATCHES.values())
     assert max(samples) < 6  # reported as they end, not batch by batch
-    assert engine.collect(5.0) == ([], 0)
+    assert engine.collect(5.0) == ([], 0, [])
 
 
 def test_the_next_batch_begins_without_being_asked_for(engine):
@@ -71,7 +71,7 @@ def test_what_was_not_collected_is_dropped_by_any_other_call(served, engine, tmp
             assert [len(score) for score in scores] == [len(prompt) - 1 for prompt in BATCHES[0][0]]
         case "update":
             serve(served, tmp_path / "update", "old", 1)
-    assert engine.collect(0.0) == ([], 0)
+    assert engine.collect(0.0) == ([], 0, [])
     enqueue(engine, [3])
     assert collect(engine, 1)[0][3].equals(alone)
 
@@ -79,7 +79,7 @@ def test_what_was_not_collected_is_dropped_by_any_other_call(served, engine, tmp
 def test_a_prompt_that_does_not_fit_is_refused_before_it_is_queued(engine):
     with pytest.raises(InputError, match="prompt 1 has 0 tokens"):
         engine.enqueue(0, [[5], []], [0, 1], LONG)
-    assert engine.collect(0.0) == ([], 0)
+    assert engine.collect(0.0) == ([], 0, [])
 
 
 def test_an_empty_batch_is_refused_because_it_would_never_end(engine):
