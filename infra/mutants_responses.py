@@ -1,9 +1,14 @@
-"""Faults in samples of several turns that `infra.mutants` knows."""
+"""Faults in samples of several turns, and in responses that go on after a kill, that `infra.mutants` knows."""
 
 from infra.mutants_known import Mutant
 
 _TURNS = ("tests/trainer_core/batches/test_turns.py",)
 _STORED = ("tests/storage/test_turns.py",)
+_GOES_ON = ("tests/tasks/engine/vllm/test_increments.py",)
+_STAGE = ("tests/tasks/stages/test_increments.py",)
+_MATRIX = ("tests/faults/test_matrix.py",)
+_UPKEEP = ("tests/storage/upkeep/test_retention.py", "tests/storage/upkeep/test_verify.py")
+_SPREAD = ("tests/tasks/workers/test_sampling.py",)
 _IMPORT = ("tests/tasks/importing",)
 
 RESPONSES = (
@@ -62,5 +67,77 @@ RESPONSES = (
         "(begins != before) | (ends < begins)",
         "(ends < begins)",
         _IMPORT,
+    ),
+    Mutant(
+        "stored-tokens-are-sampled-again",
+        "a process that takes over does not go on from the stored beginnings",
+        "tasks/stages/rollout.py",
+        "begun = [growth.begun(place, len(rows)) if growth else ()",
+        "begun = [()",
+        _MATRIX,
+    ),
+    Mutant(
+        "limit-of-a-fresh-response",
+        "a response that goes on gets its whole length again",
+        "tasks/engine/vllm/core.py",
+        "max_tokens=sampling.max_tokens - begun,",
+        "max_tokens=sampling.max_tokens,",
+        _GOES_ON,
+    ),
+    Mutant(
+        "response-without-its-beginning",
+        "a response that went on is only what was sampled last",
+        "tasks/engine/vllm/engine.py",
+        "whole = [one.grown(more) for",
+        "whole = [more for",
+        _GOES_ON,
+    ),
+    Mutant(
+        "increment-told-twice",
+        "an increment begins where the response begins",
+        "tasks/engine/vllm/responses.py",
+        "first, self._told, self._since = self._told, len",
+        "first, self._told, self._since = 0, len",
+        _GOES_ON,
+    ),
+    Mutant(
+        "increments-of-two-processes",
+        "tokens that another process has stored too are counted twice",
+        "tasks/stages/increments.py",
+        "                if one.first == len(begun[one.row].tokens):",
+        "                if True:",
+        _STAGE,
+    ),
+    Mutant(
+        "increment-over-another",
+        "an increment whose number is taken is not stored",
+        "storage/unfinished.py",
+        "        number += 1\n    reached(",
+        "        break\n    reached(",
+        ("tests/storage/test_unfinished.py",),
+    ),
+    Mutant(
+        "gc-of-responses-in-progress",
+        "gc deletes increments of responses that go on",
+        "storage/upkeep/retention.py",
+        "            piece in stored.pieces or layout.stage_of(one.key) in stored.manifests\n",
+        "            True\n",
+        _UPKEEP,
+    ),
+    Mutant(
+        "increments-are-not-verified",
+        "verify reads no increments",
+        "storage/upkeep/verify.py",
+        "_unreadable(recorded.increments,",
+        "_unreadable((),",
+        _UPKEEP,
+    ),
+    Mutant(
+        "lost-engine-begins-anew",
+        "requests of a lost engine begin anew at another",
+        "tasks/workers/sampling.py",
+        "            rows[one.row] = rows[one.row].grown(one.grown)\n",
+        "",
+        _SPREAD,
     ),
 )

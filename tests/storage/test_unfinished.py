@@ -49,9 +49,8 @@ def test_increments_are_found_again_in_order(any_root):
     for record, expected in zip(made, some, strict=True):
         for mine, theirs in zip(record.grown(), expected, strict=True):
             assert mine[:2] == theirs[:2]
-            assert [(one.dtype, one.tobytes()) for one in mine[2:]] == [
-                (one.dtype, one.tobytes()) for one in theirs[2:]
-            ]
+            for one, other in zip(mine[2:], theirs[2:], strict=True):
+                assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
     assert find_increments(writer, "b") == find_increments(PartWriter(any_root, "run", 1, Stage.REWARD), "a") == []
 
 
