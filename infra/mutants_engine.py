@@ -51,8 +51,8 @@ ENGINE = (
         "responses-without-their-beginning",
         "of a response only its last token comes back",
         "tasks/engine/vllm/scheduler.py",
-        "self._responses.get(name) or _Response(0)",
-        "_Response(0)",
+        "self._responses.get(name) or Response(0)",
+        "Response(0)",
         _WHOLE,
     ),
     Mutant(

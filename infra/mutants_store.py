@@ -344,7 +344,7 @@ STORE = (
         "pieces-are-no-beginning",
         "beside a run, parts of a stage are deleted of which only a piece is recorded",
         "storage/upkeep/beside.py",
-        "(*recorded.attempts, *recorded.pieces)",
+        "(*recorded.attempts, *recorded.pieces, *recorded.increments)",
         "recorded.attempts",
         ("tests/storage/upkeep/test_beside.py",),
     ),

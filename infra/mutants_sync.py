@@ -119,7 +119,7 @@ SYNC = (
         "any-version-is-used",
         "samples of another weight version are used",
         "tasks/workers/sampling.py",
-        "        if self._version not in (None, batch.weight_version):\n",
+        "        if self._version not in (None, version):\n",
         "        if self._version not in (None, self._version):\n",
         ("tests/tasks/workers/test_sampling.py",),
     ),

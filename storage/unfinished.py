@@ -82,7 +82,7 @@ class IncrementRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 def find_increments(writer: PartWriter, piece: str) -> list[IncrementRecord]:
-    """What was kept of responses of the piece `piece`, in order."""
+    """Increments that were kept of the piece `piece`, in order."""
     found: list[IncrementRecord] = []
     for number in itertools.count():
         try:

@@ -20,7 +20,7 @@ def engine(served, tmp_path_factory):
 
 
 def grown(begun, increments):
-    """What is begun, with increments that must follow it."""
+    """Add increments to what is begun, which they must follow."""
     for one in increments:
         assert (one.number, one.weight_version) == (5, 0)
         assert one.first == len(begun[one.row].tokens)
