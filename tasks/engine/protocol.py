@@ -162,7 +162,7 @@ class Begun(NamedTuple):
 
     def grown(self, more: "Begun") -> "Begun":
         """The beginning with what came after it."""
-        return Begun(*(np.concatenate(both) for both in zip(self, more, strict=True)))
+        return Begun(np.concatenate([self.tokens, more.tokens]), np.concatenate([self.logprobs, more.logprobs]))
 
 
 NOTHING = Begun(np.empty(0, np.int32), np.empty(0, np.float32))

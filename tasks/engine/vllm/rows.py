@@ -194,9 +194,9 @@ class Rows:
         return [self._serial, slot, entry.line, *before, *limits, entry.due, entry.due_at]
 
     def _left(self, place: int) -> Left:
-        tokens, logprobs = (values.copy() for values in self.sampled(place))
+        tokens, logprobs = self.sampled(place)
         line, computed, flying, steps = self.table[[LINE, COMPUTED, FLYING, STEPS], place].tolist()
-        return Left(self.requests[place], tokens, logprobs, computed, flying, steps, line)
+        return Left(self.requests[place], tokens.copy(), logprobs.copy(), computed, flying, steps, line)
 
 
 def _chosen(values: list[Any], mask: NDArray[np.bool_]) -> list[Any]:
