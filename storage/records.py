@@ -59,13 +59,11 @@ def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
     does not matter. Raises DigestMismatch if the checksum does not match, WrongRecord if it belongs to another key."""
     body, _, tail = data.rpartition(_SEAL)
     if tail != bytes_digest(body).encode() + _END:
-        raise DigestMismatch(
-            f"{where} is damaged: its text does not match the checksum at its end. Restore the object from a copy"
-        )
+        fact = f"{where} is damaged: its text does not match the checksum at its end"
+        raise DigestMismatch(f"{fact}. Restore the object from a copy")
     text, _, place = body.rpartition(_PLACE)
     if key is not None and (not text or place != json.dumps(key).encode()):
         of = place.decode(errors="replace") if text else "no place"
-        raise WrongRecord(
-            f"{where} holds the record of {of}: it was copied or renamed by hand. Remove it, or restore the original"
-        )
+        fact = f"{where} holds the record of {of}: it was copied or renamed by hand"
+        raise WrongRecord(f"{fact}. Remove it, or restore the original")
     return (text or body) + b"\n}"

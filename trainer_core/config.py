@@ -326,9 +326,8 @@ def check_experts(parallel: ParallelConfig, experts: int) -> None:
             "true, without which every tensor-parallel rank would route every token"
         )
     if parallel.expert > 1 and (not experts or experts % parallel.expert):
-        raise InputError(
-            f"the model's experts ({experts or 'none'}) cannot be divided by train.parallel.expert = {parallel.expert}"
-        )
+        fact = f"the model's experts ({experts or 'none'}) cannot be divided"
+        raise InputError(f"{fact} by train.parallel.expert = {parallel.expert}")
 
 
 def attention_of(config: MegatronConfig, transformer_engine: bool, deterministic: bool) -> Attention:

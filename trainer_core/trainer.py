@@ -99,9 +99,8 @@ class Trainer(TrainerProtocol):
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         self._changes()
         self._check_length(samples)
-        phase = PolicyPhase(
-            self._passes, self._live_optimizer(), self._config.policy, temperature, (self._config.seed, self._step)
-        )
+        optimizer, seed = self._live_optimizer(), (self._config.seed, self._step)
+        phase = PolicyPhase(self._passes, optimizer, self._config.policy, temperature, seed)
         reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None
         if self._config.policy.needs_reference and reference_logprobs is None:
             raise InputError(

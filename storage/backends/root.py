@@ -175,9 +175,8 @@ class Root:
             if not probed.put_if_absent(key, b"ratchet") or probed.read_bytes(key) != b"ratchet":
                 raise self._unusable("loses or changes what is written: a write succeeded and something else is there")
             if probed.put_if_absent(key, b"Ratchet"):
-                raise self._unusable(
-                    "ignores conditional writes (If-None-Match: * on S3): two writers would overwrite each other"
-                )
+                fact = "ignores conditional writes (If-None-Match: * on S3)"
+                raise self._unusable(f"{fact}: two writers would overwrite each other")
             if probed.keys(layout.folder_of(key)) != [key]:
                 raise self._unusable("lists an object later than it was written: records would be missed")
 
@@ -255,9 +254,8 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
         with measured():
             yield
     except (PermissionError, NotADirectoryError) as error:
-        raise StorageUnavailable(
-            f"cannot write or read {root.url}/{key}: {error}. Choose a root that this user may write with --root"
-        ) from error
+        fact = f"cannot write or read {root.url}/{key}: {error}"
+        raise StorageUnavailable(f"{fact}. Choose a root that this user may write with --root") from error
     except (OSError, *root.backend.failures) as error:
         if reading and isinstance(error, FileNotFoundError):
             raise

@@ -60,9 +60,8 @@ class Mesh:
 def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
     """Meet the other ranks and build Megatron's groups. Collective. Raises InputError if the layout has other ranks."""
     if spec.world_size != parallel.world_size:
-        raise InputError(
-            f"{spec.world_size} trainer ranks cannot form the layout {parallel}; start {parallel.world_size} of them"
-        )
+        fact = f"{spec.world_size} trainer ranks cannot form the layout {parallel}"
+        raise InputError(f"{fact}; start {parallel.world_size} of them")
     dist.init_process_group(
         platform.backend,
         init_method=f"file://{spec.store}",

@@ -217,9 +217,8 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         wanted |= provider_settings(provider, rope, config.experts)
         _configure(provider, wanted)
         with _refusals():
-            modules = provider.provide_distributed_model(
-                wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
-            )
+            on_cpu = provider.use_cpu_initialization
+            modules = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
     fuse_accumulation(built, config.megatron)

@@ -21,9 +21,8 @@ class Optimizer:
     def __init__(self, model: Model, config: OptimizerConfig) -> None:
         self.config, self._residence = config, model.residence
         self._residence.resume("parameters")  # of which main weights are copies
-        self.megatron = get_megatron_optimizer(
-            _megatron_config(config, model.dtype), list(model.chunks), use_gloo_process_groups=False
-        )
+        settings = _megatron_config(config, model.dtype)
+        self.megatron = get_megatron_optimizer(settings, list(model.chunks), use_gloo_process_groups=False)
         self.schedule = _schedule(self.megatron, config)
         model.config.grad_scale_func = self.megatron.scale_loss
         self.effective = read_back(OPTIMIZER, config, self.parts)  # settings as read from the live optimizers

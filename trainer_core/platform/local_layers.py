@@ -79,9 +79,8 @@ def local_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     Megatron's own router and dispatcher."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer(config, has_experts(config, layer)) for layer in layers], layer_norm=rms_norm
-    )
+    specs = [_layer(config, has_experts(config, layer)) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=rms_norm)
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:

@@ -161,9 +161,8 @@ class SavedState:
                 try:
                     self._add(folder / name)
                 except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-                    raise StorageError(
-                        f"no readable train state at {folder}: {name}: {error}; load it again from the store"
-                    ) from error
+                    fact = f"no readable train state at {folder}: {name}: {error}"
+                    raise StorageError(f"{fact}; load it again from the store") from error
 
     def chunks(self, name: str) -> list[Region]:
         """The boxes in which a tensor is stored, in the order of their indices."""

@@ -158,8 +158,7 @@ def _shared(path: Path, size: int) -> mmap.mmap:
         os.posix_fallocate(handle, 0, size)  # or a later write would end the process
         return mmap.mmap(handle, size)
     except OSError as error:
-        raise StorageUnavailable(
-            f"the counters of a weight update do not fit into {path.parent}: {error}; free space there"
-        ) from error
+        fact = f"the counters of a weight update do not fit into {path.parent}: {error}"
+        raise StorageUnavailable(f"{fact}; free space there") from error
     finally:
         os.close(handle)

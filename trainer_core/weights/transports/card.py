@@ -146,9 +146,8 @@ def _done(answer: tuple[Any, ...], what: str, or_else: str = "") -> Any:
     code, *values = answer
     if code != runtime.cudaError_t.cudaSuccess:
         repair = " or ".join(filter(None, (or_else, 'set sync.transport to "memory"')))
-        raise StorageUnavailable(
-            f"an arena for a weight update could not be {what}: {code.name} (process {os.getpid()}); {repair}"
-        )
+        fact = f"an arena for a weight update could not be {what}: {code.name} (process {os.getpid()})"
+        raise StorageUnavailable(f"{fact}; {repair}")
     return values[0]
 
 

@@ -56,9 +56,8 @@ def _connected(signals: Signals, make: Callable[[], Any], what: str) -> Any:
     signals.wait(lambda: bool(made or failures), what)
     if failures:
         (failure,) = failures
-        raise SyncMismatch(
-            f'a process of the weight update cannot connect to the others: {failure}; set sync.transport to "auto"'
-        ) from failure
+        fact = f"a process of the weight update cannot connect to the others: {failure}"
+        raise SyncMismatch(f'{fact}; set sync.transport to "auto"') from failure
     return made[0]
 
 

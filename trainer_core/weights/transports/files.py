@@ -48,9 +48,8 @@ class _BucketFiles:
             else:
                 self._fs.pipe_file(path, content)
         except OSError as error:
-            raise StorageUnavailable(
-                f"weights cannot be written to {path}: {error}; free space there or choose another folder"
-            ) from error
+            fact = f"weights cannot be written to {path}: {error}"
+            raise StorageUnavailable(f"{fact}; free space there or choose another folder") from error
 
     def _path(self, bucket: Bucket) -> str:
         return f"{self._folder}/bucket-{bucket.number:05d}.safetensors"
