@@ -48,7 +48,7 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
     _check_settings(before, wanted, settings)
     check_start(run, root, before)
-    asked = rerun(root, run, replace(wanted, settings=settings))
+    asked = rerun(root, run, replace(wanted, settings=settings, ahead=after.rollout.ahead))
     return asked, going_on(before, {**runtime, "run.iterations": asked.until}, run)
 
 

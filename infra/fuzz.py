@@ -1,6 +1,6 @@
 """Does random operations on a run, killed and not killed, and checks after each what must always hold.
 
-    python -m infra.fuzz [--operations N] [--seed S] [--runs R]
+    python -m infra.fuzz [--operations N] [--seed S] [--runs R] [--ahead K]
 
 Each operation is done in two roots: in one undisturbed, in the other with kills at random points, with objects that
 age by days, with cleaning in between, and with records that are lost, copied, moved or damaged and then restored. The
@@ -30,7 +30,9 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, PartMissing, RatchetError
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
+from storage.parts import read_table
 from storage.revisions import read_revisions
+from storage.schema import ROLLOUT
 from storage.upkeep.archive import compact_new
 from storage.upkeep.beside import collect_beside
 from storage.upkeep.catalog import contents, names, runs
@@ -100,6 +102,8 @@ class Side:
     scratch: Path
     kills: random.Random | None = None
     """None: undisturbed."""
+    ahead: int = 0
+    """`rollout.ahead` of the run."""
     killed: int = 0
     left: int = _NEVER
 
@@ -159,7 +163,8 @@ class Side:
 
     def _config(self, operation: Operation) -> RunConfig:
         keep = [f"storage.keep_newest={operation.keep}"] if operation.keep else []
-        return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", *keep])
+        ahead = f"rollout.ahead={self.ahead}"
+        return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", ahead, *keep])
 
     def _drive(self, operation: Operation) -> None:
         driver(self.root, self._config(operation), self.scratch).drive()
@@ -167,7 +172,9 @@ class Side:
     def _rerun(self, operation: Operation) -> None:
         new_seeds = operation.new_seeds and operation.stage is Stage.ROLLOUT
         identity = f"{operation}"  # after a kill the same request is made again
-        wanted = Wanted(operation.at, operation.stage, "fuzz", "fuzz", operation.cascade, new_seeds, {}, identity)
+        wanted = Wanted(
+            operation.at, operation.stage, "fuzz", "fuzz", operation.cascade, new_seeds, {}, identity, self.ahead
+        )
         rerun(self.root, RUN, wanted)
         self._drive(operation)
 
@@ -201,14 +208,17 @@ class Fuzz:
 
     seed: int
     folder: Path
+    ahead: int = 0
     findings: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         kills = random.Random(self.seed + 1)
-        self.calm = Side(open_root(str(self.folder / "calm" / "runs")), self.folder / "calm" / "scratch")
-        self.wild = Side(open_root(str(self.folder / "wild" / "runs")), self.folder / "wild" / "scratch", kills)
+        self.calm, self.wild = (
+            Side(open_root(str(folder / "runs")), folder / "scratch", chance, self.ahead)
+            for folder, chance in ((self.folder / "calm", None), (self.folder / "wild", kills))
+        )
 
     def run(self, count: int) -> None:
         """Do that many operations, or those before the roots differ."""
@@ -235,6 +245,8 @@ class Fuzz:
                 bad = [one for one in verify(side.root, run).findings if not one.is_harmless]
                 if bad:
                     self._found(f"{operation}: {run} is not sound: {bad[:2]}")
+            for wrong in _drawn_wrongly(side.root):
+                self._found(f"{operation}: {wrong}")
             for broken in _broken_chains(side.root):
                 self._found(f"{operation}: {broken} was made from what its revision does not have")
 
@@ -273,6 +285,19 @@ def _differing(one: Root, other: Root) -> list[tuple[str, tuple[int, str]]]:
     ][:4]
 
 
+def _drawn_wrongly(root: Root) -> Iterator[str]:
+    """Draws of prompts that the head skips or repeats."""
+    newest = contents(root, RUN).newest
+    head = sorted((one for one in newest if one.stage == Stage.ROLLOUT), key=lambda one: one.iteration)
+    places = [
+        place
+        for one in head
+        for place in dict.fromkeys(read_table(root, one, ROLLOUT, ["position"])["position"].to_pylist())
+    ]
+    if places != [*range(len(places))]:
+        yield f"the head draws {places}"
+
+
 def _broken_chains(root: Root) -> Iterator[str]:
     recorded = names(root, RUN)
     every = contents(root, RUN, recorded)
@@ -285,10 +310,10 @@ def _broken_chains(root: Root) -> Iterator[str]:
                 yield f"{one.key} in revision {number}"
 
 
-def fuzz(seed: int, operations: int) -> Fuzz:
+def fuzz(seed: int, operations: int, ahead: int = 0) -> Fuzz:
     """Do operations in a temporary folder that is removed."""
     with tempfile.TemporaryDirectory(prefix="ratchet-fuzz-") as folder:
-        made = Fuzz(seed, Path(folder))
+        made = Fuzz(seed, Path(folder), ahead)
         for side in (made.calm, made.wild):
             side.scratch.mkdir(parents=True)
         made.run(operations)
@@ -301,13 +326,14 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=100, help="of each seed")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds")
+    parser.add_argument("--ahead", type=int, default=0, help="rollout.ahead of the run")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     found = 0
     for seed in range(given.seed, given.seed + given.runs):
         clock = time.process_time()
-        made = fuzz(seed, given.operations)
+        made = fuzz(seed, given.operations, given.ahead)
         found += len(made.findings)
         logger.info(
             "seed %d: %d operations, %d kills, %d findings, %.0f s of processor time; %s",

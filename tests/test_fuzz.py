@@ -7,8 +7,9 @@ from storage.backends.root import Root
 
 
 @pytest.mark.slow
-def test_some_operations_find_nothing():
-    made = fuzz.fuzz(1, 8)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_some_operations_find_nothing(ahead):
+    made = fuzz.fuzz(1, 8, ahead)
     assert made.findings == []
     assert made.wild.killed + sum(count for name, count in made.done.items() if name.startswith("harm")) > 0
 

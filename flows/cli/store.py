@@ -180,9 +180,10 @@ def fork_command(
     place = place_in(which, "RUN@ITERATION")
     parent, at = place.run, place.iteration or 0
     store = _open(root, parent)
-    record = ConfigRecord.of(forked_config(store, parent, check_run_name(run), settings, revision))
+    config = forked_config(store, parent, check_run_name(run), settings, revision)
+    record, older = ConfigRecord.of(config), config.rollout.ahead
     with Output(json=json) as output:
-        made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision, output.say)
+        made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision, output.say, older)
         output.result(made, lines.of_fork(made, store.url))
     return 0
 

@@ -206,8 +206,9 @@ def begin_fork(
     done = f"run {new} has iterations 0 to {at} of run {run}"
     if store.exists(layout.run_config_key(check_run_name(new))) and identity and begun_by(store, new) == identity:
         return Completed(message=done)
-    record = ConfigRecord.of(forked_config(store, run, new, settings), identity)
-    fork(store, WORKFLOW, run, at, new, record.digest, record, announce=say)
+    config = forked_config(store, run, new, settings)
+    record = ConfigRecord.of(config, identity)
+    fork(store, WORKFLOW, run, at, new, record.digest, record, announce=say, older=config.rollout.ahead)
     return Completed(message=done)
 
 

@@ -56,9 +56,11 @@ def fork(
     config: BaseModel,
     revision: int | None = None,
     announce: Announce = lambda _: None,
+    older: int = 0,
 ) -> Forked:
     """Make run `run` from iterations 0 to `iteration` of `parent`, in its head or a revision; repeated after a crash,
-    it completes the fork. `config` becomes its `run.json`, published last, `config_digest` is its identity. Raises
+    it completes the fork. `config` becomes its `run.json`, published last, `config_digest` is its identity. The state
+    of `iteration` must be kept, and those of `older` iterations before it, whose weights sample for the fork. Raises
     InputError if there is no such run, the iteration is not complete or not kept, or the new name is taken; PartMissing
     if a part of the parent is lost."""
     require_run(root, parent)
@@ -70,7 +72,7 @@ def fork(
     past = contents(root, parent, recorded.only(lambda key: (layout.place_of(key) or (0, ""))[0] <= iteration))
     new = _New(root, root, workflow, parent, check_run_name(run), config_digest)
     originals = [(one, one.iteration) for one in _shared(workflow, past)]
-    return new.begin(originals, set(past.retired), iteration, config, announce)
+    return new.begin(originals, set(past.retired), iteration, config, announce, older)
 
 
 def branch(
@@ -147,6 +149,7 @@ class _New:
         iteration: int,
         config: BaseModel,
         announce: Announce,
+        older: int = 0,
     ) -> Forked:
         """Copy manifests of the parent, each to an iteration, with their parts, but for those that are retired."""
         check_not_removed(self.root, self.run)  # what is left of another run would be taken for ours
@@ -163,8 +166,9 @@ class _New:
         there = set(self.root.keys(layout.part_folder(self.run)))
         for (original, _), copy in zip(originals, copies, strict=True):
             kept = original.key not in retired and self._has_parts(original, copy, there)
-            if not kept and (original.stage, original.iteration) == (self.workflow.holds_state, iteration):
-                raise self._not_kept(iteration)
+            needed = range(iteration - older, iteration + 1)
+            if not kept and original.stage == self.workflow.holds_state and original.iteration in needed:
+                raise self._not_kept(original.iteration)
             if not kept:
                 record = records.read(self.source, layout.retired_key(original.key), Retired)
                 update = {"manifest": copy.digest, "keys": tuple(part.key for part in copy.parts)}

@@ -31,6 +31,7 @@ class Wanted:
     new_seeds: bool = False
     settings: Mapping[str, JsonValue] = field(default_factory=dict)
     request: str | None = None  # identity of the request; asked again under it, nothing is done twice
+    ahead: int = 0  # updates by which the weights that sample may be older than the newest
 
     def matches(self, rerun: Rerun) -> bool:
         """True if a rerun was asked in the same words."""
@@ -107,6 +108,10 @@ def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names)
     from_state = workflow.holds_state in (stage, *workflow.behind[stage])
     if wanted.cascade or stage != workflow.scores:  # scores alone need no weights
         _check_kept(workflow, run, iteration - from_state, recorded)
+    if stage == workflow.samples or (wanted.cascade and workflow.leads_on(stage)):
+        first = iteration - (stage == workflow.samples) - wanted.ahead
+        for older in range(max(0, first), iteration):
+            _check_kept(workflow, run, older, recorded)
 
 
 def _rerun(workflow: Workflow, wanted: Wanted, recorded: Names) -> Rerun:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,10 +63,12 @@ class Worker:
 class WorkerGroup:
     """Workers that all get every call; as soon as one is dead, the others are ended."""
 
-    def __init__(self, members: list[Worker]) -> None:
-        self.members = members
+    def __init__(self, members: list[Worker], asked: Callable[[Sequence[int]], None] = lambda _: None) -> None:
+        self.members, self._asked = members, asked
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> "Submitted":
+        if method == "enqueue":
+            self._asked(arguments[2])
         with self._ended_by_a_loss():
             for member in self.members:
                 member.begin(method, *arguments, **options)
@@ -113,13 +115,19 @@ class SmallFleet:
             Ray has reported it; otherwise the next call meets the death.
         started: called with name and process id of each process.
         other_lesson: number of the policy training that gives a different result.
+        asked: called with the seeds of samples that the engine is to sample.
     """
 
     def __init__(
-        self, config: RunConfig, replaces: bool, started: Callable[[str, int], None], other_lesson: int | None = None
+        self,
+        config: RunConfig,
+        replaces: bool,
+        started: Callable[[str, int], None],
+        other_lesson: int | None = None,
+        asked: Callable[[Sequence[int]], None] = lambda _: None,
     ) -> None:
         self._config, self._replaces, self._started = config, replaces, started
-        self._other_lesson = other_lesson
+        self._other_lesson, self._asked = other_lesson, asked
         self._control, theirs = socket.socketpair()
         self._node = _fork(lambda: _node(self._control, theirs))
         theirs.close()
@@ -165,7 +173,7 @@ class SmallFleet:
             raise WorkerLost("the node died since it was started; the next attempt starts a new one")
 
     def _group(self, names: tuple[str, ...]) -> WorkerGroup:
-        return WorkerGroup([self._start(name) for name in names])
+        return WorkerGroup([self._start(name) for name in names], self._asked)
 
     def _start(self, name: str) -> Worker:
         ours, theirs = socket.socketpair()

@@ -16,7 +16,8 @@ from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import StorageError
 from storage.manifest import Manifest, Part
-from storage.parts import is_intact
+from storage.parts import is_intact, read_parts
+from storage.schema import ROLLOUT
 from storage.upkeep.catalog import Contents, contents
 from tasks.stages.names import Stage
 from tests.faults.journal import Entry, read_journal
@@ -59,6 +60,11 @@ class Attempt:
     def bodies(self) -> Counter[Place]:
         """Count the starts of each stage's body."""
         return Counter((entry.number, Stage(entry.name)) for entry in self.journal if entry.what == "body")
+
+    @property
+    def sampled(self) -> list[int]:
+        """Seeds of the samples that the engine was asked for; an evaluation has none."""
+        return [entry.number for entry in self.journal if entry.what == "sampled" and entry.number]
 
     @property
     def pieces(self) -> list[tuple[int, str]]:
@@ -117,6 +123,12 @@ class Look:
         """Every part that a manifest names, byte by byte."""
         named = {part.key for manifest in self.contents.newest for part in manifest.parts}
         return {key: self.root.read_bytes(key) for key in sorted(named)}
+
+    @property
+    def seeds(self) -> set[int]:
+        """Seeds of all samples in recorded pieces."""
+        parts = list(self.contents.pieces.values())
+        return set(read_parts(self.root, parts, ROLLOUT, ["seed"])["seed"].to_pylist()) if parts else set()
 
     @property
     def pieces(self) -> set[tuple[int, str]]:

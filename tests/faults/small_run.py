@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -176,7 +176,12 @@ def drive(plan: Plan) -> None:
 
     started(FLOW, os.getpid())
     root = open_root(plan.root)
-    fleet = SmallFleet(config, plan.replaces, started, plan.other_lesson)
+
+    def asked(seeds: Sequence[int]) -> None:
+        for seed in seeds:
+            journal.note("sampled", "engine", int(seed))
+
+    fleet = SmallFleet(config, plan.replaces, started, plan.other_lesson, asked)
 
     @contextmanager
     def opener(lease: Lease, digest: str) -> Iterator[RunContext]:

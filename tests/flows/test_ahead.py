@@ -85,3 +85,17 @@ def test_what_is_done_again_ends_as_it_was(root, tmp_path, stage):
     drive(root, tmp_path, "rollout.ahead=1")
     assert [one.digest for one in rollouts(root)] == before
     assert verify(root, RUN).sound
+
+
+@pytest.mark.parametrize(("stage", "iteration"), [(Stage.ROLLOUT, 3), (Stage.TRAIN, 2)])
+def test_what_needs_a_state_that_is_not_kept_is_not_begun_again(root, tmp_path, stage, iteration):
+    drive(root, tmp_path, "rollout.ahead=1", "storage.keep_newest=1")
+    with pytest.raises(InputError, match="needs the train state of iteration 1 of run 'small', which retention has"):
+        rerun(root, RUN, Wanted(iteration, stage, "to see", "tests", ahead=1))
+
+
+def test_a_fork_whose_rollouts_need_a_state_that_is_not_kept_is_not_begun(root, tmp_path):
+    drive(root, tmp_path, "rollout.ahead=1", "storage.keep_newest=1")
+    record = ConfigRecord.of(forked_config(root, RUN, "fork", ["rollout.ahead=2"]))
+    with pytest.raises(InputError, match="the train state of iteration 1 of run 'small' is not kept"):
+        fork(root, WORKFLOW, RUN, 3, "fork", record.digest, record, older=2)
