@@ -38,17 +38,18 @@ def steps(engine, begun, count=None):
 
 
 @pytest.mark.parametrize("kills", [(9,), (16, 5, 8), (25,)], ids=str)
-def test_a_response_that_goes_on_has_the_bits_of_one_that_was_never_interrupted(engine, kills):
-    whole = engine.generate(PROMPTS, SEEDS, LONG)
+@pytest.mark.parametrize("how", [LONG, Sampling(max_tokens=30)], ids=["stopped", "length"])
+def test_a_response_that_goes_on_has_the_bits_of_one_that_was_never_interrupted(engine, kills, how):
+    whole = engine.generate(PROMPTS, SEEDS, how)
     begun = [NOTHING] * len(PROMPTS)
     for kill in kills:
-        engine.enqueue(5, PROMPTS, SEEDS, LONG, begun, EVERY)
+        engine.enqueue(5, PROMPTS, SEEDS, how, begun, EVERY)
         assert steps(engine, begun, kill) is None
         engine.drop()  # all that is known are the increments
     lengths = {len(one.tokens) for one in begun}
     assert max(lengths) >= 7
     assert all(length % 7 == 0 for length in lengths)
-    engine.enqueue(5, PROMPTS, SEEDS, LONG, list(begun), EVERY)
+    engine.enqueue(5, PROMPTS, SEEDS, how, list(begun), EVERY)
     assert steps(engine, begun).equals(whole)
     for row, one in enumerate(begun):
         tokens, logprobs = (whole[at][row].as_py()[: len(one.tokens)] for at in (0, 1))
