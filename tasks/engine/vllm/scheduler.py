@@ -284,8 +284,9 @@ class _Whole(Scheduler):
         if not len(at):
             return theirs, []
         ends = self._rows.take(at, sampled.tokens(batch), sampled.logprobs(batch), len(at) - len(entered))
-        due = np.setdiff1d(self._rows.due(at, int(time.monotonic() * 1000)), ends)
-        return theirs, [*map(self._grown, due.tolist()), *self._end(np.sort(ends))]
+        due = self._rows.due(at, int(time.monotonic() * 1000))
+        grown = [self._grown(place) for place in np.setdiff1d(due, ends).tolist()] if len(due) else []
+        return theirs, [*grown, *self._end(np.sort(ends))]
 
     def _grown(self, place: int) -> tuple[int, EngineCoreOutput]:
         """New tokens of a row that goes on, with the number of its client."""
