@@ -122,6 +122,8 @@ def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> N
             'without which only train.policy.loss.type "sft" and "dpo" train: set one of these, or select others'
         )
     check_sampling(policy, ranges.least_top_p, "top_p of the selected samples", 1)
+    check_sampling(policy, ranges.most_top_k, "top_k of the selected samples", 0)
+    check_sampling(policy, ranges.most_min_p, "min_p of the selected samples", 0)
     _temperature(policy, ranges)
 
 

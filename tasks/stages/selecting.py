@@ -269,6 +269,8 @@ class Ranges:
     largest_token: int = 0
     temperatures: set[float] = field(default_factory=set)
     least_top_p: float = 1.0
+    most_top_k: int = 0
+    most_min_p: float = 0.0
     without_logprobs: int = 0  # samples whose log-probabilities are not known
     rewards: float = 0.0
     scored: int = 0
@@ -280,6 +282,8 @@ class Ranges:
         self.longest = max(self.longest, int((np.diff(starts) + np.diff(ends)).max(initial=0)))
         self.temperatures |= set(pc.unique(table["temperature"]).to_pylist())  # pyright: ignore[reportAttributeAccessIssue]
         self.least_top_p = min(self.least_top_p, float(table["top_p"].to_numpy().min()))
+        self.most_top_k = max(self.most_top_k, int(table["top_k"].to_numpy().max()))
+        self.most_min_p = max(self.most_min_p, float(table["min_p"].to_numpy().max()))
         values, offsets = flat(table["logprobs"])
         unknown = np.flatnonzero(~np.isfinite(values.astype(np.float32)))
         self.without_logprobs += len(np.unique(np.searchsorted(offsets, unknown, side="right")))
