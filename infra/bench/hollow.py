@@ -24,7 +24,7 @@ def hollow_model(directory: Path, spec: GeneratedModel | LatentModel, precision:
     (directory / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in spec.shapes() if latent else shapes(spec):
+    for name, shape in spec.shapes() if latent else shapes(config):
         stored, size = _STORED["fp32" if name.endswith(BIAS) else precision]
         begin, end = end, end + size * math.prod(shape)
         header[name] = {"dtype": stored, "shape": shape, "data_offsets": [begin, end]}

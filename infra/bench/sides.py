@@ -14,7 +14,7 @@ from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
-from trainer_core.model.replay import graphs
+from trainer_core.model.replay import Graphs, Recorders
 from trainer_core.phases.policy import PolicyPhase
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.state.checkpoint import Saver
@@ -34,7 +34,7 @@ class Sides:
             self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
         self._optimizer = Optimizer(self._model, config.optimizer)
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
-        passes = Passes(self._model, mesh, limits, graphs() if self._model.graphs else None)
+        passes = Passes(self._model, mesh, limits, Recorders(Graphs(), Graphs()) if self._model.graphs else None)
         self._phase = PolicyPhase(passes, self._optimizer, config.policy, 1.0, (0,))
         self.device = platform.device
         self.transformer_engine = platform.transformer_engine
