@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from tasks.environments.protocol import Environment
     from tasks.export.export import Exported
     from tasks.rewards.sample import Sample
+    from tasks.rewards.sandbox import ProgramLimits, Ran, SandboxFailed, run_python
     from trainer_core.objectives.registry import Advantage, Loss
     from trainer_core.objectives.scored import ScoredSamples
     from trainer_core.objectives.tokens import Tokens
 
 __all__ = [
     "Advantage", "Backend", "BaseEngine", "EngineProtocol", "EngineSpec", "Environment", "EvaluationRecord",
-    "Exported", "InputError", "IterationRecord", "Loss", "RatchetError", "Response", "Root", "Row", "Run",
-    "RunConfig", "RunResult", "RunStatus", "Sample", "Sampling", "ScoredSamples", "Stored", "Tokens", "TrackedRun",
-    "Tracker", "Verification", "evaluate", "export", "load_config", "open_root", "retrain", "samples",
+    "Exported", "InputError", "IterationRecord", "Loss", "ProgramLimits", "Ran", "RatchetError", "Response", "Root",
+    "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "Sampling", "SandboxFailed", "ScoredSamples",
+    "Stored", "Tokens", "TrackedRun", "Tracker", "Verification", "evaluate", "export", "load_config", "open_root",
+    "retrain", "run_python", "samples",
 ]  # fmt: skip
 
 Place = str | os.PathLike[str]
@@ -71,6 +73,7 @@ _HOMES = {
     "tasks.environments.protocol": "Environment",
     "tasks.export.export": "Exported",
     "tasks.rewards.sample": "Sample",
+    "tasks.rewards.sandbox": "ProgramLimits Ran SandboxFailed run_python",
     "trainer_core.objectives.registry": "Advantage Loss",
     "trainer_core.objectives.scored": "ScoredSamples",
     "trainer_core.objectives.tokens": "Tokens",

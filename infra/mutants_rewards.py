@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _POOL = ("tests/tasks/rewards",)
 _LOOP = ("tests/flows/test_rewards_in_the_loop.py",)
+_SANDBOX = ("tests/tasks/rewards/test_sandbox.py",)
 _FOUND = ("tests/tasks/config/test_functions.py",)
 
 REWARDS = (
@@ -138,6 +139,54 @@ REWARDS = (
         "    if (name := _not_finite(manifest.metrics)) is not None:",
         "    if (name := None) is not None:",
         ("tests/storage/test_manifest.py",),
+    ),
+    Mutant(
+        "sandbox-with-a-network",
+        "a program of the policy reaches the network",
+        "tasks/rewards/sandbox.py",
+        '"--unshare-net", ',
+        "",
+        _SANDBOX,
+    ),
+    Mutant(
+        "sandbox-without-limits",
+        "a program of the policy may use all memory and start any number of processes",
+        "tasks/rewards/sandbox.py",
+        "    resource.setrlimit(getattr(resource",
+        "    0 and resource.setrlimit(getattr(resource",
+        _SANDBOX,
+    ),
+    Mutant(
+        "sandbox-sees-the-secrets",
+        "a program of the policy has the environment of the run",
+        "tasks/rewards/sandbox.py",
+        "            env={},\n",
+        "",
+        _SANDBOX,
+    ),
+    Mutant(
+        "sandbox-left-before-it-ended",
+        "a program goes on behind its score",
+        "tasks/rewards/sandbox.py",
+        "    if first is not None and not select.select([first], [], [], _GONE_S)[0]:\n",
+        "    if False:\n",
+        _SANDBOX,
+    ),
+    Mutant(
+        "sandbox-failure-scores-zero",
+        "a sandbox that fails is a wrong program",
+        "tasks/rewards/sandbox.py",
+        "        if not began:\n",
+        "        if False:\n",
+        _SANDBOX,
+    ),
+    Mutant(
+        "program-leaves-early",
+        "a program that leaves before its tests passes them",
+        "tasks/rewards/code.py",
+        " and ran.output.splitlines()[-1:] == [word]",
+        "",
+        _SANDBOX,
     ),
 )
 """Faults, each of which breaks a promise of docs/rewards.md or docs/durability.md."""

@@ -32,9 +32,10 @@ from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, find, t
 from flows.site.registration import POOL, queues_of, silence
 from flows.site.up import connected, running
 from storage.backends.root import open_root
-from storage.errors import RatchetError
+from storage.errors import InputError, RatchetError
 from tasks.config.code_version import code_version
 from tasks.config.environment import HEARTBEAT_S, Settings
+from tasks.rewards.sandbox import check_sandbox
 from tasks.workers.scratch import check_folders
 
 PORT = 4200
@@ -90,9 +91,18 @@ def _machine(root: str) -> Iterator[Finding]:
     yield _passes(f"storage root {root}", lambda: open_root(root).check_writable())
     yield from _storage_mode(root)
     yield from _storage_clock(root)
+    yield _sandbox()
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
     yield _finding("GPU", "ok" if cards else "warning", text)
+
+
+def _sandbox() -> Finding:
+    try:
+        check_sandbox()
+    except InputError as refusal:
+        return _finding("sandbox", "warning", f"code rewards cannot run: {refusal}")
+    return _finding("sandbox", "ok", "runs programs of the policy")
 
 
 def _storage_mode(url: str) -> Iterator[Finding]:

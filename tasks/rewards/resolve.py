@@ -15,9 +15,11 @@ VERSIONS: Mapping[str, int] = {
     "tasks.rewards.match:characters": 1,
     "tasks.rewards.match:regex": 1,
     "tasks.rewards.math:math_verify": 1,
+    "tasks.rewards.code:code_tests": 1,
 }
 """Our own functions. A change that makes one score differently raises its version."""
 _GRADED = {"tasks.rewards.match:characters"}
+_IN_SANDBOX = {"tasks.rewards.code:code_tests"}
 _CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters"}
 
 
@@ -33,6 +35,11 @@ class Target(UserFunction):
     def graded(self) -> bool:
         """True if it is known to give more than 0 and 1."""
         return f"{self.place}:{self.attribute}" in _GRADED
+
+    @property
+    def needs_sandbox(self) -> bool:
+        """True if it runs programs of the policy."""
+        return f"{self.place}:{self.attribute}" in _IN_SANDBOX
 
     @property
     def needs_process(self) -> bool:

@@ -14,9 +14,11 @@ from storage.errors import InputError, StageFailed
 from tasks.config.reward import RewardFunction, RewardSection
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.calling import NotCallable, parameters_of
+from tasks.rewards.code import SECONDS
 from tasks.rewards.pool import Refused, Response, Worker, score_in_processes
 from tasks.rewards.resolve import Target, find_reward, own_function, values_of
 from tasks.rewards.sample import Score
+from tasks.rewards.sandbox import check_sandbox
 from tasks.rewards.scoring import failures_allowed, order_of, score_responses, scoring_processes
 from trainer_core.effects import Unused, without_effect
 
@@ -25,7 +27,13 @@ WRONG = "I do not know."
 _RECORDS = 3
 _SHOWN = 3
 _EXCERPT = 60
-_MATH, _MATH_VERIFY, _READS_GOLD = "tasks.rewards.math", "math_verify", "reads_gold"
+_READERS = {
+    ("tasks.rewards.math", "math_verify"): ("reads_gold", "answer", "answers"),
+    ("tasks.rewards.code", "code_tests"): ("reads_tests", "tests", "tests"),
+}
+"""Our functions that read more of a record than a text, with the function that tells whether it can be read, the
+default of their argument `field`, and the name of what is in it."""
+_BESIDE_TESTS_S = 1.0  # of a call, beyond the seconds that its tests have
 _MOST_PROCESSES = 8
 
 
@@ -53,6 +61,9 @@ def _checked(document: str) -> None:
         raise InputError("\n".join(found))
     for part in section.parts:
         order = order_of(section, part)
+        if order.target.needs_sandbox:
+            check_sandbox()
+            _check_seconds(section, part)
         try:
             if order.target.version is not None:
                 parameters_of(own_function(order.target), values_of(part.arguments), part.batch)
@@ -64,6 +75,15 @@ def _checked(document: str) -> None:
                 f"{part.key} {order.target.name!r} cannot be used: {reason}. Fix it, set its arguments, or name "
                 "another one"
             ) from None
+
+
+def _check_seconds(section: RewardSection, part: RewardFunction) -> None:
+    """Refuse tests that may take longer than the call: a slow program would have no score instead of 0."""
+    seconds = part.arguments.get("seconds", SECONDS)
+    least = float(seconds) + _BESIDE_TESTS_S if isinstance(seconds, int | float) else 0.0
+    if section.deadline_s < least:
+        fact = f"the tests of {part.key} {part.function!r} may take {seconds} s, but reward.deadline_s is"
+        raise InputError(f"{fact} {section.deadline_s:g}. Set it to {least:g} or more, or give the tests fewer seconds")
 
 
 def _in_process(section: RewardSection) -> str | None:
@@ -122,38 +142,42 @@ def blind(calls: Sequence[Call]) -> list[str]:
 
 
 def check_golds(section: RewardSection, tables: Iterable[pa.Table]) -> None:
-    """Refuse records with an answer that `math_verify` cannot read, which would be no score. Raises InputError: naming
-    the first such records."""
-    targets = [(part, find_reward(part.function, part.key)) for part in section.parts]
-    parts = [part for part, target in targets if (target.place, target.attribute) == (_MATH, _MATH_VERIFY)]
-    fields = {str(part.arguments.get("field", "answer")): part for part in parts}
-    golds = [one for table in tables for one in _golds(table, fields)] if fields else []
-    for field, part in fields.items():
-        _check_golds(section, part, field, [response for name, response in golds if name == field])
+    """Refuse records with an answer or tests that one of our functions cannot read, which would be no score. Raises
+    InputError: naming the first such records."""
+    kept: list[pa.Table] | None = None
+    for part in section.parts:
+        target = find_reward(part.function, part.key)
+        if (reader := _READERS.get((target.place, target.attribute))) is not None:
+            kept = list(tables) if kept is None else kept
+            _check_golds(section, part, replace(target, attribute=reader[0]), reader[1:], kept)
 
 
-def _check_golds(section: RewardSection, part: RewardFunction, field: str, golds: Sequence[Response]) -> None:
+def _check_golds(
+    section: RewardSection, part: RewardFunction, reader: Target, words: tuple[str, str], tables: Iterable[pa.Table]
+) -> None:
+    default, what = words
+    field = str(part.arguments.get("field", default))
+    golds = [one for table in tables for one in _golds(table, field)]
     different = {json.dumps(one.record): one for one in reversed(golds)}
     responses = list(reversed(different.values()))
-    target = Target(f"{part.function} of {field}", _MATH, _READS_GOLD)
-    order = replace(order_of(section, part), target=target, arguments={"field": field}, weights={}, batch=False)
+    reader = replace(reader, name=f"{part.function} of {field}")
+    order = replace(order_of(section, part), target=reader, arguments={"field": field}, weights={}, batch=False)
     found = score_in_processes(order, responses, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)).scores
     bad = [(one, score) for one, score in zip(responses, found, strict=True) if score is None or score.reward is None]
     if bad:
         lines = [f"  prompt {one.prompt_id!r}: {'' if score is None else score.detail}" for one, score in bad[:_SHOWN]]
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise InputError(
-            f"{part.key} {part.function!r} cannot read the answers of {len(bad)} records, which would have no score:\n"
+            f"{part.key} {part.function!r} cannot read the {what} of {len(bad)} records, which would have no score:\n"
             + "\n".join(lines)
             + f"{more}\nFix or remove these records, or name a reward that reads them"
         )
 
 
-def _golds(table: pa.Table, fields: Iterable[str]) -> Iterator[tuple[str, Response]]:
+def _golds(table: pa.Table, field: str) -> Iterator[Response]:
     for name, text in zip(table["prompt_id"].to_pylist(), table["record"].to_pylist(), strict=True):
         record = json.loads(text)
-        for field in fields:
-            yield field, Response({field: record[field]} if field in record else {}, "", name)
+        yield Response({field: record[field]} if field in record else {}, "", name)
 
 
 def _responses(prompts: pa.Table, row: int, codec: TextCodec) -> Iterator[tuple[bool, Response]]:

@@ -26,6 +26,7 @@ def test_a_machine_without_gpu_and_site_is_healthy(tmp_path: Path, monkeypatch: 
         "temporary": "ok",
         "storage": "ok",
         "store's": "ok",
+        "sandbox": "ok",
         "GPU": "warning",
         "site": "warning",
     }

@@ -163,3 +163,13 @@ def test_a_deadline_that_nothing_keeps_is_refused(key):
     check_reward(RewardSection(**{key: 3.0, "processes": 1}))
     with pytest.raises(InputError, match=rf"reward\.{key} has no effect with functions that are scored in the calling"):
         check_reward(RewardSection(**{key: 3.0}))
+
+
+def test_tests_of_programs_that_cannot_be_read_are_named_with_their_records():
+    records = [{"tests": "assert f(1)"}, {"tests": "assert ("}, {"answer": "1"}]
+    check_golds(RewardSection(function="code_tests"), [prompts(records[:1])])
+    with pytest.raises(InputError) as refused:
+        check_golds(RewardSection(function="code_tests"), [prompts(records)])
+    said = str(refused.value)
+    assert "'code_tests' cannot read the tests of 2 records" in said
+    assert "prompt 'p1': SyntaxError" in said and "prompt 'p2': KeyError: 'tests'" in said

@@ -1,0 +1,80 @@
+"""Programs against tests, in the sandbox."""
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tasks.rewards.sandbox import ProgramLimits, Ran, run_python
+
+_BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_PAIR = {"input", "output"}
+SECONDS = 3.0  # of a response's tests together, unless the arguments tell others
+
+
+def code_tests(
+    record: Mapping[str, Any], response: str, *, field: str = "tests", seconds: float = SECONDS, memory_mb: int = 512
+) -> float:
+    """1.0 if the response's program passes all tests of the record; else 0.0, also if it needs more than `seconds` for
+    all of them or more than `memory_mb` MiB.
+
+    The program is the last fenced block of Python, else the whole response; what is thought before </think> does not
+    count. A test is a text of Python statements, as `assert double(2) == 4`, which run behind the program, or a table
+    with the `input` that the program reads from standard input and the `output` that it must print. Raises as
+    `read_tests`, and SandboxFailed, which are no score.
+    """
+    statements, pairs = read_tests(record, field)
+    program, until = program_of(response), time.monotonic() + seconds
+
+    def run(text: str, given: str = "") -> Ran | None:
+        left = until - time.monotonic()
+        return run_python(text, ProgramLimits(seconds=left, memory_mb=memory_mb), given) if left > 0 else None
+
+    passed = not statements or _all_hold(program, statements, run)
+    return float(passed and all(_prints(run(program, given), expected) for given, expected in pairs))
+
+
+def read_tests(record: Mapping[str, Any], field: str) -> tuple[list[str], list[tuple[str, str]]]:
+    """The record's tests: statements, and pairs of input and output. Raises KeyError, TypeError, ValueError,
+    SyntaxError: it has none, or one that is neither."""
+    value = record[field]
+    tests = [value] if isinstance(value, str) else value
+    if not isinstance(tests, Sequence) or not tests:
+        raise ValueError(f"{field} {value!r} has no test: give a text of statements, or a list")
+    statements = [test for test in tests if isinstance(test, str)]
+    pairs = [(test["input"], test["output"]) for test in tests if isinstance(test, dict) and set(test) == _PAIR]
+    if len(statements) + len(pairs) < len(tests) or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise TypeError(
+            f"{field} has a test that is neither a text of statements nor a table of input and output texts"
+        )
+    compile("\n".join(statements), field, "exec")
+    return statements, pairs
+
+
+def reads_tests(record: Mapping[str, Any], response: str, *, field: str = "tests") -> float:
+    """1.0 if the record's tests can be read. Raises as `read_tests`."""
+    return float(bool(read_tests(record, field)))
+
+
+def program_of(response: str) -> str:
+    """The program of a response."""
+    answer = response.rpartition("</think>")[2]
+    return next(iter(_BLOCK.findall(answer)[-1:]), answer)
+
+
+def _all_hold(program: str, statements: Sequence[str], run: Callable[[str], Ran | None]) -> bool:
+    """True if the program and the statements behind it run to their end: a word that the program does not know is
+    printed last, so that leaving early is not passing."""
+    word = secrets.token_hex(16)
+    ran = run("\n".join([program, *statements, f"print({word!r})"]))
+    return ran is not None and ran.code == 0 and ran.output.splitlines()[-1:] == [word]
+
+
+def _prints(ran: Ran | None, expected: str) -> bool:
+    return ran is not None and ran.code == 0 and _lines(ran.output) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without the white space at their ends; none after the last that has a sign."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,229 @@
+"""Programs of the policy, run under bubblewrap: no network, no files but Python's own, nothing left behind."""
+
+import json
+import os
+import random
+import select
+import selectors
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from storage.errors import InputError, StageFailed
+
+_MB, _KB = 1 << 20, 1 << 10
+_FIRST_USER = 10**9
+_READY = b"limits are set"
+_START_S, _GONE_S = 60.0, 30.0
+_CHUNK = 1 << 16
+_NAMESPACE = ("--unshare-user", "--disable-userns")
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
+_START = """
+import os, resource, sys
+ready, *limits = map(int, sys.argv[2:])
+for name, limit in zip(("AS", "NPROC", "FSIZE", "CPU", "NOFILE", "CORE"), limits):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
+os.write(ready, sys.argv[1].encode())
+os.close(ready)
+os.execv(sys.executable, [sys.executable, "-I", "-S", "-X", "utf8", "/program.py"])
+"""
+"""Sets the limits within the sandbox, says so through a pipe that the program never has, and becomes the program."""
+
+
+class SandboxFailed(StageFailed):
+    """The sandbox itself failed: nothing is known about the program."""
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """Bounds of a program."""
+
+    seconds: float = 10.0
+    """Seconds to its end; the start of the sandbox does not count. A process has as many of processor time."""
+    memory_mb: int = 512
+    """Address space of each of its processes, in MiB."""
+    processes: int = 16
+    """Processes and threads at a time."""
+    files_mb: int = 16
+    """Bytes that it may write to files, which are in memory, in MiB."""
+    output_kb: int = 64
+    """Bytes that it may write to standard output and standard error together, in KiB."""
+
+
+_NO_TIME = ProgramLimits(seconds=0.0)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The end of a program."""
+
+    code: int | None
+    """Exit code, 128 + N if signal N ended it; None if it was stopped for its time or its output."""
+    output: str
+    """Text that it wrote to standard output."""
+    errors: str
+    """Text that it wrote to standard error."""
+    stopped: str | None
+    """Limit for which it was stopped: `seconds` or `output_kb`."""
+
+
+def check_sandbox() -> None:
+    """Run a program in the sandbox. Raises InputError: it cannot be had on this machine; with the reason and a
+    repair."""
+    if shutil.which("bwrap") is None:
+        raise InputError(
+            "programs of the policy run only in a sandbox, and bubblewrap is not installed: "
+            "`apt-get install bubblewrap`, or your system's package of that name"
+        )
+    try:
+        ran = run_python("print(6 * 7)", ProgramLimits())
+    except SandboxFailed as failure:
+        raise InputError(
+            "programs of the policy run only in a sandbox, which does not start on this machine: "
+            f"{failure}. Allow user namespaces (`sysctl -w kernel.unprivileged_userns_clone=1`, and in Ubuntu "
+            "`sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`); a container needs the capability "
+            "SYS_ADMIN or a seccomp profile that allows them"
+        ) from None
+    if (ran.code, ran.output) != (0, "42\n"):
+        raise InputError(f"the sandbox runs, but Python does not run in it: exit code {ran.code}, {ran.errors!r}")
+
+
+def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
+    """Run a Python program, which has the standard library alone, and end every process that it has started.
+
+    Args:
+        program: its text.
+        given: text of its standard input.
+
+    Raises:
+        SandboxFailed: the sandbox did not start, or did not end; never for what the program does.
+    """
+    if (bubblewrap := shutil.which("bwrap")) is None:
+        raise SandboxFailed("bubblewrap is not installed")
+    with ExitStack() as open_files:
+        source, entered = (open_files.enter_context(_in_memory(text)) for text in (program, given))
+        heard, ready = _pipe(open_files)
+        told, telling = _pipe(open_files)
+        options = _options(limits, source.fileno(), telling.fileno())
+        running = subprocess.Popen(
+            [bubblewrap, *options, *_launch(limits, ready.fileno())],
+            stdin=entered,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={},
+            pass_fds=[one.fileno() for one in (source, ready, telling)],
+        )
+        with running:
+            ready.close()
+            telling.close()
+            first = _first_process(told.read(), open_files)
+            began = select.select([heard], [], [], _START_S)[0] and os.read(heard.fileno(), len(_READY)) == _READY
+            (output, errors), stopped = _followed(running, limits if began else _NO_TIME)
+            _end(running, first)
+        if not began:
+            raise SandboxFailed(f"bubblewrap ended with code {running.returncode}: {errors.strip() or 'no message'}")
+        return Ran(None if stopped else running.returncode, output, errors, stopped)
+
+
+def _in_memory(text: str) -> IO[bytes]:
+    file = os.fdopen(os.memfd_create("sandbox"), "wb+")
+    file.write(text.encode(errors="surrogatepass"))
+    file.seek(0)
+    return file
+
+
+def _pipe(open_files: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    ends = os.pipe()
+    reading, writing = os.fdopen(ends[0], "rb"), os.fdopen(ends[1], "wb")
+    return open_files.enter_context(reading), open_files.enter_context(writing)
+
+
+def _options(limits: ProgramLimits, source: int, telling: int) -> list[str]:
+    """Options of bubblewrap, up to what runs within. Limits of processes do not hold for root: it becomes a user that
+    nobody else is, and then enters the user namespace, in which no other one can be made."""
+    as_root = os.geteuid() == 0
+    user = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if as_root else _NAMESPACE
+    nobody = f"{_FIRST_USER + random.SystemRandom().randrange(10**9)}"
+    inner = ("setpriv", "--reuid", nobody, "--regid", nobody, "--clear-groups", "bwrap", *_NAMESPACE)
+    folders = [one for path in _SYSTEM for one in ("--ro-bind-try", path, path)]
+    size = str(limits.files_mb * _MB)
+    return [
+        "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
+        "--die-with-parent", "--new-session", "--cap-drop", "ALL", *user, "--info-fd", str(telling), *folders,
+        *_python(), "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
+        "--perms", "1777", "--size", size, "--tmpfs", "/tmp",
+        "--perms", "0444", "--ro-bind-data", str(source), "/program.py", "--remount-ro", "/", "--chdir", "/tmp",
+        *((*inner, "--dev-bind", "/", "/") if as_root else ()),
+    ]  # fmt: skip
+
+
+def _python() -> Iterator[str]:
+    """Options that show the folder of this Python, below folders that every user may enter."""
+    python = Path(sys.base_prefix).resolve()
+    if not python.is_relative_to("/usr"):
+        for folder in reversed(python.parents[:-1]):
+            yield from ("--perms", "0755", "--dir", str(folder))
+        yield from ("--ro-bind", str(python), str(python))
+
+
+def _launch(limits: ProgramLimits, ready: int) -> list[str]:
+    processor = int(limits.seconds) + 1
+    bounds = (limits.memory_mb * _MB, limits.processes, limits.files_mb * _MB, processor, 64, 0)
+    python = os.path.realpath(sys.executable)
+    return [python, "-I", "-S", "-c", _START, _READY.decode(), *map(str, (ready, *bounds))]
+
+
+def _followed(running: subprocess.Popen[bytes], limits: ProgramLimits) -> tuple[tuple[str, str], str | None]:
+    """Output and errors until both are closed, or the limit that stopped them."""
+    assert running.stdout is not None and running.stderr is not None
+    read = {running.stdout.fileno(): b"", running.stderr.fileno(): b""}
+    until, stopped = time.monotonic() + limits.seconds, None
+    with selectors.DefaultSelector() as waiting:
+        for one in read:
+            waiting.register(one, selectors.EVENT_READ)
+        while waiting.get_map() and stopped is None:
+            found = waiting.select(max(0.0, until - time.monotonic()))
+            for key, _ in found:
+                chunk = os.read(key.fd, _CHUNK)
+                read[key.fd] += chunk
+                if not chunk:
+                    waiting.unregister(key.fd)
+            over = sum(map(len, read.values())) > limits.output_kb * _KB
+            stopped = "output_kb" if over else None if found else "seconds"
+    if stopped is None:
+        try:
+            running.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            stopped = "seconds"
+    texts = [text[: limits.output_kb * _KB].decode(errors="replace") for text in read.values()]
+    return (texts[0], texts[1]), stopped
+
+
+def _first_process(told: bytes, open_files: ExitStack) -> int | None:
+    """A descriptor of the sandbox's first process; None if it did not begin, or has ended."""
+    if not told:
+        return None
+    try:
+        first = os.pidfd_open(json.loads(told)["child-pid"])
+    except ProcessLookupError:
+        return None
+    open_files.callback(os.close, first)
+    return first
+
+
+def _end(running: subprocess.Popen[bytes], first: int | None) -> None:
+    """End what still runs. The kernel ends every process of the sandbox before its first has ended, which dies with
+    bubblewrap. Raises SandboxFailed: it is still there."""
+    running.kill()
+    running.wait()
+    if first is not None and not select.select([first], [], [], _GONE_S)[0]:
+        raise SandboxFailed(f"processes of a program are still there {_GONE_S:.0f} s after they were ended")
+    if first is not None:
+        with suppress(ChildProcessError):  # it is ours to collect only where orphans become our children
+            os.waitid(os.P_PIDFD, first, os.WEXITED)
