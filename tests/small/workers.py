@@ -267,6 +267,7 @@ class SmallEngine(EngineProtocol):
         self._digest, self._version = None, None
         self._unusable, self._update, self._arrived = None, None, None
         self._queued = []
+        self._sampled = {}  # whole responses of a batch that is not finished
 
     def identity(self):
         held = None if self._unusable else self._version
@@ -352,10 +353,12 @@ class SmallEngine(EngineProtocol):
         if not self._queued:
             return Collected([], 0)
         number, prompts, seeds, sampling, begun, every, there = self._queued[0]
-        whole = self.generate(prompts, seeds, sampling)
+        if number not in self._sampled:
+            self._sampled[number] = self.generate(prompts, seeds, sampling)
+        whole = self._sampled[number]
         if every is not None and (increments := self._grown(number, whole, there, every.tokens)):
             return Collected([], 0, increments)
-        self._queued.pop(0)
+        self._queued.pop(0), self._sampled.pop(number)
         return Collected([Finished(number, self._going_on(whole, begun), self._version)], whole.num_rows)
 
     def _grown(self, number, whole, there, tokens):
@@ -379,7 +382,7 @@ class SmallEngine(EngineProtocol):
         return pa.RecordBatch.from_arrays([*columns, whole["finish_reason"]], schema=COMPLETIONS)
 
     def drop(self):
-        self._queued.clear()
+        self._queued.clear(), self._sampled.clear()
 
     def score(self, sequences):
         self._check_usable()

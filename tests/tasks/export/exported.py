@@ -142,15 +142,15 @@ def export_watched(rank, world_size, store, url, to):
     """Size of the exported weights, and the growth of this process's memory meanwhile, bytes."""
     from tasks.export import export as module
 
-    plan, before = module._weights, []
+    plan, before = module.planned_shards, []
 
     def planned(*arguments):
-        found = plan(*arguments)  # its imports are no part of the measurement
+        found = plan(*arguments)  # imports come before, and are no part of the measurement
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         before.append(_status("VmRSS"))
         return found
 
-    module._weights = planned
+    module.planned_shards = planned
     made = export_run(rank, world_size, store, url, "run", to, limit=1 << 30)
     return made.bytes, _status("VmHWM") - before[0]
 
