@@ -39,7 +39,8 @@ def test_the_kills_meet_every_kind_of_process_and_by_hand_every_stage_and_point(
     assert {Fault.parse(kill).victim for kill in KILLS} == {"flow", "trainer-0", "engine-0"}
     faults = [Fault.parse(kill) for kill in EVERY_POINT]
     assert {fault.stage for fault in faults} == set(LOOP)
-    assert {fault.point for fault in faults} == set(Point)
+    # responses of this run end before an increment of theirs is told: tests/faults kills in the middle of a response
+    assert {fault.point for fault in faults} == set(Point) - {Point.MID_RESPONSE}
     assert {fault.victim for fault in faults} == {"flow", "node", "trainer-0", "trainer-1", "engine-0"}
 
 
