@@ -149,11 +149,11 @@ REWARDS = (
         _SANDBOX,
     ),
     Mutant(
-        "sandbox-without-limits",
-        "a program of the policy may use all memory and start any number of processes",
+        "sandbox-without-a-limit-of-memory",
+        "a program of the policy may use all memory",
         "tasks/rewards/sandbox.py",
-        "    resource.setrlimit(getattr(resource",
-        "    0 and resource.setrlimit(getattr(resource",
+        'zip(("AS", ',
+        'zip(("CORE", ',
         _SANDBOX,
     ),
     Mutant(
