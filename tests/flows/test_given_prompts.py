@@ -69,7 +69,7 @@ def test_a_run_without_held_out_prompts_needs_no_more_settings(root, tmp_path):
     check_config(process.config, root)
     process.drive()
     assert {stage for _, stage, _ in process.done} == set(LOOP) - {Stage.EVALUATE}
-    assert need(root, RUN, 2, Stage.WEIGHT_SYNC).facts["cursor"] == 8
+    assert need(root, RUN, 2, Stage.ROLLOUT).facts["cursor"] == 8
 
 
 def test_an_evaluation_that_is_asked_for_needs_held_out_prompts(root, tmp_path):
