@@ -102,7 +102,7 @@ def test_lineage_of_weights_and_samples(call):
     assert len(document["steps"]) == 10
     assert "learned from        samples of version 1, mean reward 0.2500" in said
     _, document, said = call("lineage", "run@2", "--sample", "p1/2")
-    assert (document["weight_version"], document["used_by"][0]["iteration"]) == (1, 2)
+    assert (document["weight_versions"], document["used_by"][0]["iteration"]) == ([1], 2)
     assert "prompt              'text of p1'" in said
     with pytest.raises(InputError, match="'run' lacks @ITERATION: write it as RUN@ITERATION, as in my-run@6"):
         call("lineage", "run", "--sample", "p1/2")
