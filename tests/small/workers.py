@@ -266,8 +266,7 @@ class SmallEngine(EngineProtocol):
         self.weights = np.zeros(SIZE, np.float32)
         self._digest, self._version = None, None
         self._unusable, self._update, self._arrived = None, None, None
-        self._queued = []
-        self._sampled = {}  # whole responses of a batch that is not finished
+        self._queued, self._sampled = [], {}  # batches; whole responses of one that is not finished
 
     def identity(self):
         held = None if self._unusable else self._version
@@ -353,9 +352,8 @@ class SmallEngine(EngineProtocol):
         if not self._queued:
             return Collected([], 0)
         number, prompts, seeds, sampling, begun, every, there = self._queued[0]
-        if number not in self._sampled:
-            self._sampled[number] = self.generate(prompts, seeds, sampling)
-        whole = self._sampled[number]
+        whole = self._sampled.get(number) or self.generate(prompts, seeds, sampling)
+        self._sampled[number] = whole
         if every is not None and (increments := self._grown(number, whole, there, every.tokens)):
             return Collected([], 0, increments)
         self._queued.pop(0), self._sampled.pop(number)
