@@ -102,7 +102,7 @@ def test_a_fork_with_another_learning_rate_and_layout_goes_its_own_way(whole, ho
     lines = continued.out.splitlines()
     assert lines[0].startswith("2 iterations, ")
     assert len(lines) == 1 + 3 + 3 + 1
-    assert re.match(r"0\.\d\d \| \d+\+\d+= -> ", lines[4])
+    assert re.match(r"[01]\.\d\d \| \d+\+\d+= -> ", lines[4])
     assert lines[-1] == f"25 tensors of iteration 2 are in {tmp_path / 'model'}"
     assert (tmp_path / "model" / "config.json").exists()
     ours, theirs = (need(open_root(str(root)), run, 2, Stage.ROLLOUT) for run in (RUN, "fork"))
