@@ -139,7 +139,7 @@ def test_a_message_that_is_no_text_can_be_stored_too():
 @pytest.mark.parametrize(
     ("name", "fact"),
     [
-        ("exact_matsch", "is unknown: installed are characters, exact_match"),
+        ("exact_matsch", "is unknown: installed are characters, code_tests, exact_match"),
         ("/no/such/file.py:f", "/no/such/file.py cannot be read"),
         ("reward.py", "names no function in the file"),
         ("package.module:", "'' is not the name of a function"),
