@@ -182,7 +182,7 @@ def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
 
 def tidy_complete(root: Root, name: str, config: RunConfig, owner: str, held: Lease | None = None) -> None:
     """Delete train states that a complete run no longer keeps: its process may have been killed before it did so."""
-    if config.storage.keep_newest is None:
+    if config.newest_states is None:
         return
     try:
         with hold(root, name, owner) if held is None else nullcontext(held) as lease:
@@ -200,11 +200,8 @@ def retain(
     served: int | None = None,
 ) -> None:
     """Delete train states that are no longer kept; with `served`, only the one that this iteration pushes out."""
-    section = config.storage
-    if section.keep_newest is None:
+    if config.newest_states is None:
         return
-    # a rollout ahead may have to be sampled again with weights that were trained before the newest
-    newest = max(section.keep_newest, config.rollout.ahead + 1)
-    retention = Retention(newest=newest, every=section.keep_every)
+    retention = Retention(newest=config.newest_states, every=config.storage.keep_every)
     work = catch_up if served is None else partial(give_up, served=served)
     work(root, workflow_of(config), name, retention, fence=fence, revisions=revisions)

@@ -42,9 +42,9 @@ AHEAD = (
     Mutant(
         "weights-of-a-rollout-ahead-retired",
         "retention deletes the state whose weights a lost rollout needs",
-        "flows/driving.py",
-        "    newest = max(section.keep_newest, config.rollout.ahead + 1)\n",
-        "    newest = section.keep_newest\n",
+        "tasks/config/run.py",
+        "max(newest, self.rollout.ahead + 1)",
+        "newest",
         _KILLS,
     ),
     Mutant(

@@ -84,7 +84,7 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
 
 def _states_kept(config: RunConfig) -> int:
     """The states of iteration 0 and of the newest iterations, and every `keep_every`-th before those."""
-    last, newest, every = config.run.iterations, config.storage.keep_newest, config.storage.keep_every
+    last, newest, every = config.run.iterations, config.newest_states, config.storage.keep_every
     if newest is None:
         return last + 1
     return sum(

@@ -260,6 +260,13 @@ class RunConfig(Section):
             return document
         return {**document, "evaluate": {**evaluate, "every": 0}}
 
+    @property
+    def newest_states(self) -> int | None:
+        """Number of the newest iterations whose train states are kept; None for all. A rollout ahead may have to be
+        sampled again, by weights that were trained before the newest."""
+        newest = self.storage.keep_newest
+        return newest if newest is None else max(newest, self.rollout.ahead + 1)
+
     def meaning(self) -> dict[str, JsonValue]:
         """The part that decides the result; a run can be continued only with an equal one. Runtime settings are left
         out (`tasks.config.identity`). Data given by URL is identified by the digests of the `prepare` stage instead."""

@@ -94,6 +94,13 @@ def test_the_result_as_json(checked):
     assert found["needs"]["states_kept"] == 4  # 0, 5, 9 and 10
 
 
+@pytest.mark.parametrize(("ahead", "kept"), [(0, 4), (1, 4), (3, 6)])
+def test_the_states_that_rollouts_ahead_may_need_are_counted(checked, ahead: int, kept: int):
+    corrected = '--set=train.policy.old_policy="behaviour"'
+    needs = json.loads(checked("--json", f"--set=rollout.ahead={ahead}", corrected))["needs"]
+    assert needs["states_kept"] == kept  # 0, 5, and the newest: 9 and 10, or 7 to 10
+
+
 def test_what_processes_take():
     document = {
         "model": {"generate": {}},
