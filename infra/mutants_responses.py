@@ -72,8 +72,8 @@ RESPONSES = (
         "stored-tokens-are-sampled-again",
         "a process that takes over does not go on from the stored beginnings",
         "tasks/stages/rollout.py",
-        "begun = [growth.begun(place, len(rows)) if growth else ()",
-        "begun = [()",
+        "begun = growth.begun(place, len(rows)) if growth else ()",
+        "begun = ()",
         _MATRIX,
     ),
     Mutant(
@@ -112,8 +112,8 @@ RESPONSES = (
         "increment-over-another",
         "an increment whose number is taken is not stored",
         "storage/unfinished.py",
-        "        number += 1\n    reached(",
-        "        break\n    reached(",
+        "        number += 1\n    return number",
+        "        break\n    return number",
         ("tests/storage/test_unfinished.py",),
     ),
     Mutant(
@@ -133,8 +133,8 @@ RESPONSES = (
         _UPKEEP,
     ),
     Mutant(
-        "lost-engine-begins-anew",
-        "requests of a lost engine begin anew at another",
+        "lost-engine-starts-over",
+        "another engine starts the requests of a lost one over",
         "tasks/workers/sampling.py",
         "            rows[one.row] = rows[one.row].grown(one.grown)\n",
         "",

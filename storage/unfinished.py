@@ -6,8 +6,9 @@ So a crash costs only what was sampled since the last increment.
 
 import base64
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -95,11 +96,9 @@ def find_increments(writer: PartWriter, piece: str) -> list[IncrementRecord]:
 def keep_increment(writer: PartWriter, piece: str, number: int, record: IncrementRecord) -> int:
     """Record increments of the piece `piece` under `number`, or the next one that is free; returns the number that
     follows."""
-    while not records.publish(writer.root, key := _increment_key(writer, piece, number), record):
-        if records.is_there(writer.root, key, record):
-            break
-        number += 1
-    reached(Point.MID_RESPONSE, key)
+    key = partial(_increment_key, writer, piece)
+    number = _publish_numbered(writer.root, key, record, number)
+    reached(Point.MID_RESPONSE, key(number))
     return number + 1
 
 
@@ -129,10 +128,15 @@ class Attempt(BaseModel, frozen=True, extra="forbid"):
 
 def begin(root: Root, run: str, iteration: int, stage: str, writer: str, revision: int = 0) -> int:
     """Record that `writer` begins to work on a stage; returns how many attempts at it came before."""
-    attempt, number = Attempt(writer=writer, time=datetime.now(UTC)), 0
-    while True:
-        key = layout.attempt_key(run, iteration, stage, revision, number)
-        # compared as bytes: the answer to our own write may have been lost, and a damaged record does no harm
-        if records.publish(root, key, attempt, durable=False) or records.is_there(root, key, attempt):
-            return number
+    key = partial(layout.attempt_key, run, iteration, stage, revision)
+    return _publish_numbered(root, key, Attempt(writer=writer, time=datetime.now(UTC)), durable=False)
+
+
+def _publish_numbered(
+    root: Root, key: Callable[[int], str], record: BaseModel, number: int = 0, durable: bool = True
+) -> int:
+    """Publish a record at the first key that is free from `number` on; returns its number."""
+    # compared as bytes: the answer to our own write may have been lost, and a damaged record does no harm
+    while not (records.publish(root, key(number), record, durable) or records.is_there(root, key(number), record)):
         number += 1
+    return number

@@ -32,7 +32,7 @@ from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, find, t
 from flows.site.registration import POOL, queues_of, silence
 from flows.site.up import connected, running
 from storage.backends.root import open_root
-from storage.errors import InputError, RatchetError
+from storage.errors import RatchetError
 from tasks.config.code_version import code_version
 from tasks.config.environment import HEARTBEAT_S, Settings
 from tasks.rewards.sandbox import check_sandbox
@@ -91,18 +91,10 @@ def _machine(root: str) -> Iterator[Finding]:
     yield _passes(f"storage root {root}", lambda: open_root(root).check_writable())
     yield from _storage_mode(root)
     yield from _storage_clock(root)
-    yield _sandbox()
+    yield _passes("sandbox", check_sandbox, "runs programs of the policy", "warning", "code rewards cannot run: ")
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
     yield _finding("GPU", "ok" if cards else "warning", text)
-
-
-def _sandbox() -> Finding:
-    try:
-        check_sandbox()
-    except InputError as refusal:
-        return _finding("sandbox", "warning", f"code rewards cannot run: {refusal}")
-    return _finding("sandbox", "ok", "runs programs of the policy")
 
 
 def _storage_mode(url: str) -> Iterator[Finding]:
@@ -146,12 +138,14 @@ def _mismatch(wanted: Requirement) -> list[str]:
     return [] if wanted.specifier.contains(found, prereleases=True) else [f"{wanted.name} {found} is not {wanted}"]
 
 
-def _passes(check: str, work: Callable[[], object]) -> Finding:
+def _passes(
+    check: str, work: Callable[[], object], passed: str = "can be written", level: Level = "error", before: str = ""
+) -> Finding:
     try:
         work()
     except RatchetError as error:
-        return _finding(check, "error", str(error))
-    return _finding(check, "ok", "can be written")
+        return _finding(check, level, f"{before}{error}")
+    return _finding(check, "ok", passed)
 
 
 def _site(folder: SiteFolder) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage.errors import InputError, RatchetError, SyncMismatch
+from storage.errors import RatchetError, SyncMismatch
 from tasks.data.backends import read_backend
 from tasks.data.token_bytes import token_bytes
 from tasks.engine import protocol
@@ -111,9 +111,7 @@ class BaseEngine(EngineProtocol, ABC):
         every: Every | None = None,
     ) -> None:
         self._check_usable()
-        if not len(prompts):
-            raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
-        self.spec.check_lengths(prompts, "prompt")
+        self.spec.check_batch(number, prompts)
         self._queue.append(_Queued(number, prompts, seeds, sampling))
 
     def collect(self, wait_s: float) -> Collected:

@@ -88,9 +88,7 @@ def _states(texts: Collection[bytes]) -> NDArray[np.int32]:
 
 def complete_after(tokens: Sequence[int], texts: Sequence[str], token_bytes: Sequence[bytes]) -> int | None:
     """Number of a response's tokens up to the one that completes a stop text; None if none is complete."""
-    looked_for, seen = [text.encode() for text in texts], b""
-    for count, token in enumerate(tokens, 1):
-        seen += token_bytes[token] if token < len(token_bytes) else b""
-        if any(text in seen for text in looked_for):
-            return count
-    return None
+    parts = [token_bytes[token] if token < len(token_bytes) else b"" for token in tokens]
+    whole, looked_for = b"".join(parts), [text.encode() for text in texts]
+    ends = [place + len(text) for text in looked_for if (place := whole.find(text)) >= 0]
+    return int(np.searchsorted(np.cumsum([len(part) for part in parts]), min(ends))) + 1 if ends else None

@@ -86,6 +86,12 @@ class EngineSpec(Frozen):
                     f"(engine.max_model_len is {self.max_model_len} and one token is sampled)"
                 )
 
+    def check_batch(self, number: int, prompts: Sequence[TokenIds]) -> None:
+        """Raises InputError: a batch has no prompts, or one that is empty or too long."""
+        if not len(prompts):
+            raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
+        self.check_lengths(prompts, "prompt")
+
 
 def unusable_weights(reason: str) -> SyncMismatch:
     """Refusal to sample or score after a failed weight sync."""

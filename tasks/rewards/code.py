@@ -10,7 +10,7 @@ from tasks.rewards.sandbox import ProgramLimits, Ran, run_python
 
 _BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _PAIR = {"input", "output"}
-SECONDS = 3.0  # of a response's tests together, unless the arguments tell others
+SECONDS = 3.0  # for all tests of a response together, unless the arguments say otherwise
 
 
 def code_tests(
@@ -76,5 +76,5 @@ def _prints(ran: Ran | None, expected: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without the white space at their ends; none after the last that has a sign."""
+    """Lines without the white space at their ends, and without blank lines after the last."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

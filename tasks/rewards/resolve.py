@@ -27,24 +27,29 @@ class Target(UserFunction):
     """The place of a reward function."""
 
     @property
+    def path(self) -> str:
+        """Module and attribute, as an entry point names them."""
+        return f"{self.place}:{self.attribute}"
+
+    @property
     def version(self) -> int | None:
         """Of one of our own functions; None for others."""
-        return VERSIONS.get(f"{self.place}:{self.attribute}")
+        return VERSIONS.get(self.path)
 
     @property
     def graded(self) -> bool:
         """True if it is known to give more than 0 and 1."""
-        return f"{self.place}:{self.attribute}" in _GRADED
+        return self.path in _GRADED
 
     @property
     def needs_sandbox(self) -> bool:
         """True if it runs programs of the policy."""
-        return f"{self.place}:{self.attribute}" in _IN_SANDBOX
+        return self.path in _IN_SANDBOX
 
     @property
     def needs_process(self) -> bool:
         """True if it must not run in the calling process: it may hang, crash or change that process."""
-        return f"{self.place}:{self.attribute}" not in _CANNOT_HANG
+        return self.path not in _CANNOT_HANG
 
 
 def find_reward(name: str, key: str = "reward.function") -> Target:

@@ -33,7 +33,7 @@ os.write(ready, sys.argv[1].encode())
 os.close(ready)
 os.execv(sys.executable, [sys.executable, "-I", "-S", "-X", "utf8", "/program.py"])
 """
-"""Sets the limits within the sandbox, says so through a pipe that the program never has, and becomes the program."""
+"""Sets the limits within the sandbox, says so through a pipe that it closes, and becomes the program."""
 
 
 class SandboxFailed(StageFailed):
@@ -42,7 +42,7 @@ class SandboxFailed(StageFailed):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Bounds of a program."""
+    """Limits on a program."""
 
     seconds: float = 10.0
     """Seconds to its end; the start of the sandbox does not count. A process has as many of processor time."""
@@ -145,8 +145,8 @@ def _pipe(open_files: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _options(limits: ProgramLimits, source: int, telling: int) -> list[str]:
-    """Options of bubblewrap, up to what runs within. Limits of processes do not hold for root: it becomes a user that
-    nobody else is, and then enters the user namespace, in which no other one can be made."""
+    """Options of bubblewrap, up to the command that it runs. The limit of processes does not bind root, so root becomes
+    a user that nobody else is before it enters the user namespace, in which no further one can be made."""
     as_root = os.geteuid() == 0
     user = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if as_root else _NAMESPACE
     nobody = f"{_FIRST_USER + random.SystemRandom().randrange(10**9)}"

@@ -3,9 +3,9 @@
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ from tasks.data.tokenizer import TextCodec
 from tasks.rewards.calling import NotCallable, parameters_of
 from tasks.rewards.code import SECONDS
 from tasks.rewards.pool import Refused, Response, Worker, score_in_processes
-from tasks.rewards.resolve import Target, find_reward, own_function, values_of
+from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score
 from tasks.rewards.sandbox import check_sandbox
 from tasks.rewards.scoring import failures_allowed, order_of, score_responses, scoring_processes
@@ -27,14 +27,21 @@ WRONG = "I do not know."
 _RECORDS = 3
 _SHOWN = 3
 _EXCERPT = 60
-_READERS = {
-    ("tasks.rewards.math", "math_verify"): ("reads_gold", "answer", "answers"),
-    ("tasks.rewards.code", "code_tests"): ("reads_tests", "tests", "tests"),
-}
-"""Our functions that read more of a record than a text, with the function that tells whether it can be read, the
-default of their argument `field`, and the name of what is in it."""
-_BESIDE_TESTS_S = 1.0  # of a call, beyond the seconds that its tests have
+_BESIDE_TESTS_S = 1.0  # seconds of a call beyond those of its tests
 _MOST_PROCESSES = 8
+
+
+class _Reader(NamedTuple):
+    function: str  # beside the function that scores; it tells whether a record can be read
+    field: str  # default of their argument `field`
+    reads: str  # name of what is in it, for messages
+
+
+_READERS = {
+    "tasks.rewards.math:math_verify": _Reader("reads_gold", "answer", "answers"),
+    "tasks.rewards.code:code_tests": _Reader("reads_tests", "tests", "tests"),
+}
+"""Our functions that read more of a record than a text."""
 
 
 @dataclass(frozen=True)
@@ -141,34 +148,31 @@ def blind(calls: Sequence[Call]) -> list[str]:
     return ["the reward gives no record's own answer more than a wrong one: is it what you mean?"]
 
 
-def check_golds(section: RewardSection, tables: Iterable[pa.Table]) -> None:
+def check_golds(section: RewardSection, tables: Sequence[pa.Table]) -> None:
     """Refuse records with an answer or tests that one of our functions cannot read, which would be no score. Raises
     InputError: naming the first such records."""
-    kept: list[pa.Table] | None = None
     for part in section.parts:
-        target = find_reward(part.function, part.key)
-        if (reader := _READERS.get((target.place, target.attribute))) is not None:
-            kept = list(tables) if kept is None else kept
-            _check_golds(section, part, replace(target, attribute=reader[0]), reader[1:], kept)
+        if (reader := _READERS.get(find_reward(part.function, part.key).path)) is not None:
+            field = str(part.arguments.get("field", reader.field))
+            golds = [one for table in tables for one in _golds(table, field)]
+            _check_golds(section, part, reader, field, golds)
 
 
 def _check_golds(
-    section: RewardSection, part: RewardFunction, reader: Target, words: tuple[str, str], tables: Iterable[pa.Table]
+    section: RewardSection, part: RewardFunction, reader: _Reader, field: str, golds: Sequence[Response]
 ) -> None:
-    default, what = words
-    field = str(part.arguments.get("field", default))
-    golds = [one for table in tables for one in _golds(table, field)]
     different = {json.dumps(one.record): one for one in reversed(golds)}
-    responses = list(reversed(different.values()))
-    reader = replace(reader, name=f"{part.function} of {field}")
-    order = replace(order_of(section, part), target=reader, arguments={"field": field}, weights={}, batch=False)
+    responses, asked = list(reversed(different.values())), order_of(section, part)
+    target = replace(asked.target, name=f"{part.function} of {field}", attribute=reader.function)
+    order = replace(asked, target=target, arguments={"field": field}, weights={}, batch=False)
     found = score_in_processes(order, responses, min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)).scores
     bad = [(one, score) for one, score in zip(responses, found, strict=True) if score is None or score.reward is None]
     if bad:
         lines = [f"  prompt {one.prompt_id!r}: {'' if score is None else score.detail}" for one, score in bad[:_SHOWN]]
         more = f"\n  and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        fact = f"{part.key} {part.function!r} cannot read the {reader.reads} of {len(bad)} records"
         raise InputError(
-            f"{part.key} {part.function!r} cannot read the {what} of {len(bad)} records, which would have no score:\n"
+            f"{fact}, which would have no score:\n"
             + "\n".join(lines)
             + f"{more}\nFix or remove these records, or name a reward that reads them"
         )

@@ -221,9 +221,11 @@ class _Sampler:
         ready: Callable[[int, pa.RecordBatch], None],
         growth: Growth | None = None,
     ) -> None:
-        prompts, seeds = [self._repeated(one)["prompt_tokens"] for one in groups], map(self._seeds, groups)
-        begun = [growth.begun(place, len(rows)) if growth else () for place, rows in enumerate(prompts)]
-        batches = [Batch(token_rows(*one[:1]), *one[1:]) for one in zip(prompts, seeds, begun, strict=True)]
+        batches: list[Batch] = []
+        for place, one in enumerate(groups):
+            rows = token_rows(self._repeated(one)["prompt_tokens"])
+            begun = growth.begun(place, len(rows)) if growth else ()
+            batches.append(Batch(rows, self._seeds(one), begun))
         ahead, every = 2 * self.work.config.engine.max_num_seqs, self.work.config.rollout.increments
         growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
         told, version = self.work.context.go_on, self.served.weight_version

@@ -129,9 +129,7 @@ class Engine(EngineProtocol):
     ) -> None:
         """See `EngineProtocol.enqueue`."""
         self._check_usable()
-        if not len(prompts):
-            raise InputError(f"batch {number} holds no prompts: there is nothing to sample")
-        self._spec.check_lengths(prompts, "prompt")
+        self._spec.check_batch(number, prompts)
         begun = begun or [NOTHING] * len(prompts)
         how = [
             self._sampling_parameters(sampling, seed, len(one.tokens), every)
