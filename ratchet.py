@@ -103,13 +103,10 @@ class Run:
     ) -> "RunResult":
         """Start the run, or go on where it ended, and wait until it is complete, as `ratchet run` does.
 
-        Args:
-            config: path or URL of a TOML file, a configuration, or its tables; None takes the recorded configuration.
-            settings: `section.key=value`, which replace those of `config`.
-            iterations: total number of RL iterations; replaces `run.iterations`.
-
-        Raises:
-            RatchetError: the reason for which the run cannot start, or stopped. Another call goes on.
+        `config` is the path or URL of a TOML file, a configuration, or its tables; None takes the recorded
+        configuration. Each of `settings`, `section.key=value`, replaces one of it, and `iterations`, the total number,
+        replaces `run.iterations`. Raises RatchetError with the reason for which the run cannot start, or stopped;
+        another call goes on.
         """
         from flows.cli.check import of_stored
 
@@ -174,16 +171,9 @@ def samples(
     revision: int | None = None,
     texts: bool = True,
 ) -> "pa.Table":
-    """The samples of a run with their scores, a row each, as an Arrow table.
-
-    Args:
-        iterations: by default all that have sampled.
-        revision: of the run, by default the head.
-        texts: decode prompts and responses; otherwise their columns are null.
-
-    Raises:
-        InputError: there is no such run, or one of the iterations has no samples.
-    """
+    """The samples of a run with their scores, a row each, as an Arrow table; by default of all iterations that have
+    sampled, in the head revision. Without `texts` the columns of prompts and responses are null. Raises InputError if
+    there is no such run, or one of the iterations has no samples."""
     from flows.views.samples import scored_samples
 
     return scored_samples(_opened(root).url, run, iterations, revision=revision, texts=texts)
@@ -201,15 +191,10 @@ def retrain(
 ) -> "RunResult":
     """Train a new run on stored samples, or go on with it, as `ratchet retrain` does.
 
-    Args:
-        start: the state to begin with, as `[ROOT//]RUN[@ITERATION]`.
-        select: whose samples, as `[ROOT//]RUN[@FROM-TO]`.
-        config: path or URL of a TOML file with the settings that differ from those of the run to begin from.
-        settings: `section.key=value`, which replace all others.
-        table: other keys of `[retrain]`: `where`, `limit`, `deduplicate`, `rescore`, `samples`, `epochs`, `since`.
-
-    Raises:
-        RatchetError: the reason for which the run cannot start, or stopped.
+    `start` is the state to begin with, as `[ROOT//]RUN[@ITERATION]`, and each of `select` names samples, as
+    `[ROOT//]RUN[@FROM-TO]`. `config` is the path or URL of a TOML file with what differs from the run to begin from;
+    `settings`, each `section.key=value`, replace all others. `table` takes the other keys of `[retrain]`: `where`,
+    `limit`, `deduplicate`, `rescore`, `samples`, `epochs`, `since`. Raises RatchetError as `Run.train` does.
     """
     store = _opened(root)
     given: dict[str, Any] = {**table, **({"select": list(select)} if select else {})}
@@ -227,12 +212,9 @@ def retrain(
 def evaluate(which: str, *, root: Place = DEFAULT_ROOT, **settings: Any) -> "EvaluationRecord":
     """Evaluate stored weights and store the result with the run, as `ratchet evaluate` does.
 
-    Args:
-        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
-        settings: fields of `tasks.config.evaluation.EvaluationSettings`: `samples`, `temperature`, `prompts`, ...
-
-    Raises:
-        InputError: there are no such weights, or a setting cannot be used.
+    `which` is RUN for its last iteration, RUN@ITERATION, or RUN@best; `settings` are fields of
+    `tasks.config.evaluation.EvaluationSettings`: `samples`, `temperature`, `prompts`, ... Raises InputError if there
+    are no such weights, or a setting cannot be used.
     """
     from flows.views.output import Output
     from tasks.config.evaluation import evaluation_settings
@@ -249,13 +231,9 @@ def export(
 ) -> "Exported":
     """Write a trained model as a Hugging Face folder, as `ratchet export` does.
 
-    Args:
-        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
-        to: the new folder, a local path or an fsspec URL.
-        precision: of the weights; by default that of the trained state.
-
-    Raises:
-        InputError: there is no such state, or the folder exists.
+    `which` is RUN for its last iteration, RUN@ITERATION, or RUN@best; `to` is the new folder, a local path or an fsspec
+    URL. The weights keep the precision of the trained state by default. Raises InputError if there is no such state, or
+    the folder exists.
     """
     from tasks.export.choice import choose
     from tasks.export.target import ExportFolder, local_or_url

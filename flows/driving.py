@@ -48,13 +48,11 @@ class Drive:
     """The run's lease, if the caller holds it already and has recorded the configuration under it."""
 
     def complete(self, one_stage: bool = False) -> None:
-        """Record the configuration and do the missing part of the run, both under its lease.
+        """Record the configuration and do the missing part of the run, both under its lease. With `one_stage` only
+        finish the rerun that was requested, if there is one.
 
         If the process that drove the run before still publishes a stage, with another result, that result counts, and
         the run continues from it.
-
-        Args:
-            one_stage: only finish the rerun that was requested, if there is one; leave the iterations as they are.
         """
         driven = False
         while is_redoing(self.root, self.name) or not (one_stage or is_complete(self.root, self.name, self.config)):
@@ -122,11 +120,8 @@ def _on(context: RunContext, revisions: Revisions) -> RunContext:
 
 
 def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
-    """Do the stage that was asked to be done again, if it is not done, and choose the result if it cascades.
-
-    Returns:
-        The context of the resulting head.
-    """
+    """Repeat the stage that was asked for, unless it is done, and choose the result if it cascades. Returns the context
+    of the head."""
     root, run = context.root, context.run
     rerun = unfinished(root, run, context.revisions)
     if rerun is None:

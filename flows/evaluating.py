@@ -31,16 +31,13 @@ UNSEEN = NoPage()
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """Weights of a run that its engines have served."""
+    """Weights of an iteration that its run's engines have served, with the run's configuration as of the last
+    revision."""
 
     store: Root
-    """Root that holds them."""
     chosen: Chosen
-    """The run and the iteration."""
     revisions: Revisions
-    """Revisions of the run."""
     stored: StoredConfig
-    """Its configuration, as of the last revision."""
 
 
 def evaluate_weights(
@@ -51,14 +48,9 @@ def evaluate_weights(
     performer: Performer = directly,
     page: Page = UNSEEN,
 ) -> EvaluationRecord:
-    """Evaluate the weights of one iteration, or find that evaluation in storage.
-
-    Args:
-        which: as `tasks.export.choice.choose` takes it.
-
-    Raises:
-        InputError: there are no such weights, or they cannot be served here.
-    """
+    """Evaluate the weights of one iteration, or find that evaluation in storage; `which` is as
+    `tasks.export.choice.choose` takes it. Raises InputError if there are no such weights, or they cannot be served
+    here."""
     weights = choose_served(root, which, "export them, and start a run that begins with that model")
     store, chosen, stored = weights.store, weights.chosen, weights.stored
     if chosen.why:
@@ -71,15 +63,9 @@ def evaluate_weights(
 
 
 def choose_served(root: str, which: str, instead: str) -> ServedWeights:
-    """The weights of one iteration, with what the run's engines served them by. Prepares this process too.
-
-    Args:
-        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
-        instead: what to do if the run has no engines.
-
-    Raises:
-        InputError: there are no such weights, or the run has no engines.
-    """
+    """The weights of one iteration (`which` as for `evaluate_weights`), with what the run's engines served them by.
+    Prepares this process too. Raises InputError if there are none; `instead` says what to do if the run has no
+    engines."""
     prepare_process()
     store = open_root(root)
     chosen = choose(store, which)
@@ -105,11 +91,7 @@ def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "
 
 
 def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:
-    """A stored evaluation with its change.
-
-    Raises:
-        InputError: it is not there any more.
-    """
+    """A stored evaluation with its change. Raises InputError if it is not there any more."""
     found = next((one for one in evaluations(root, run) if one.manifest == digest), None)
     if found is None:
         raise InputError(f"evaluation {digest} of run {run!r} is not in {root.url}: the run was removed meanwhile")
@@ -117,14 +99,8 @@ def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:
 
 
 def check_engines(root: str, which: str, say: Callable[[str], object]) -> CheckedSync:
-    """Compare the engines of a run with the weights of one iteration. The run's engines are only asked.
-
-    Args:
-        which: RUN for its last iteration, RUN@ITERATION, or RUN@best.
-
-    Raises:
-        InputError: there are no such weights, or they cannot be served here.
-    """
+    """Compare the engines of a run with the weights of one iteration (`which` as for `evaluate_weights`). The run's
+    engines are only asked. Raises InputError if there are no such weights, or they cannot be served here."""
     weights = choose_served(root, which, "nothing can be compared")
     store, chosen, stored = weights.store, weights.chosen, weights.stored
     digests = _digests(store, chosen, say)

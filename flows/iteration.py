@@ -87,11 +87,8 @@ def sampled_by(run: RunContext, iteration: int) -> int:
 
 
 def position_after(run: RunContext, iteration: int) -> Position:
-    """The position of a run after `iteration`, from its manifests.
-
-    Raises:
-        NotCommitted: the iteration is not complete.
-    """
+    """The position of a run after `iteration`, from its manifests. Raises NotCommitted if the iteration is not
+    complete."""
     return Position(
         prepared=Prepared(run.need(0, Stage.PREPARE)),
         trained=Trained(run.need(iteration, Stage.TRAIN)),
@@ -158,12 +155,8 @@ def source_of(config: RunConfig) -> Source[Any]:
 
 
 def redo(run: RunContext, iteration: int, stage: Stage) -> View:
-    """Repeat one stage alone, in the current revision, from the committed stages before it.
-
-    Raises:
-        NotCommitted: an input is not there.
-        InputError: the stage is the start of the run.
-    """
+    """Repeat one stage alone, in the current revision, from the committed stages before it. Raises NotCommitted if an
+    input is not there, InputError if the stage is the start of the run."""
     prepared = Prepared(run.need(0, Stage.PREPARE))
     match stage:
         case Stage.ROLLOUT:

@@ -7,7 +7,7 @@ What is wrong with one run is noted and does not stop the others.
 
 from collections.abc import Callable, Sequence
 
-from pydantic import BaseModel, ConfigDict, computed_field
+from pydantic import BaseModel, computed_field
 
 from storage.backends.root import Root
 from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
@@ -25,10 +25,8 @@ OWNER = "ratchet maintain"
 _SHOWN = 5  # findings of a verification that a report names
 
 
-class Upkeep(BaseModel):
+class Upkeep(BaseModel, frozen=True, extra="forbid"):
     """The work that is asked for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     gc: bool = True
     """Delete what nothing refers to any more, and what is left of train states that retention has retired."""
@@ -38,29 +36,22 @@ class Upkeep(BaseModel):
     """Read everything that is stored, and compare it with its digests."""
 
 
-class RunUpkeep(BaseModel):
-    """The upkeep of one run, and its problems."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class RunUpkeep(BaseModel, frozen=True, extra="forbid"):
+    """The upkeep of one run: objects and bytes that were deleted, samples that were archived, bytes that were
+    verified."""
 
     run: str
     driven: bool = False
     """True if another process drove it, so that only what that process cannot use was deleted."""
     removed: int = 0
-    """Objects that were deleted."""
     removed_bytes: int = 0
     archived: int = 0
-    """Samples that were written to the archive."""
     verified_bytes: int = 0
-    """Bytes that were read and compared."""
     problems: tuple[str, ...] = ()
-    """Problems, a line each."""
 
 
-class Maintenance(BaseModel):
+class Maintenance(BaseModel, frozen=True, extra="forbid"):
     """The upkeep of a root."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: str
     runs: tuple[RunUpkeep, ...]
@@ -75,15 +66,8 @@ class Maintenance(BaseModel):
 def maintain_root(
     root: Root, upkeep: Upkeep, chosen: Sequence[str] = (), say: Callable[[str], object] = lambda _: None
 ) -> Maintenance:
-    """Do the upkeep of all runs, or of those that are chosen.
-
-    Args:
-        say: told of each run once it is done.
-
-    Raises:
-        InputError: a chosen run does not exist.
-        StorageInterrupted: the store does not answer.
-    """
+    """Do the upkeep of all runs, or of the chosen ones; `say` is told of each run once it is done. Raises InputError if
+    a chosen run does not exist, StorageInterrupted if the store does not answer."""
     for name in chosen:
         require_run(root, name)
     done: list[RunUpkeep] = []

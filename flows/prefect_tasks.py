@@ -57,10 +57,7 @@ def outcome(state: State[Any]) -> View:
 
 def show_storing(iteration: int, what: str, published: "Future[None]") -> "State[Any]":
     """A task run that runs until a computed result is durable; it fails, with the reason, if the result is not stored.
-
-    Args:
-        what: the stage whose result it is, or what else is done behind the stages.
-    """
+    `what` is the stage whose result it is, or what else is done behind the stages."""
     name = "store" if what == Stage.TRAIN else f"publish-{what}" if what in set(Stage) else what
     return _task(name, _wait)(iteration, published, return_state=True)
 

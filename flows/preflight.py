@@ -14,26 +14,16 @@ from tasks.retraining import begin_retraining
 def begin_on_samples(
     name: str, root: Root, config: RunConfig, request: str | None = None, announce: Announce = lambda _: None
 ) -> None:
-    """Make a run that trains on stored samples, unless it exists; what cannot work is refused first.
-
-    Args:
-        request: identity of the flow run that begins it.
-        announce: told of what will be copied.
-
-    Raises:
-        InputError: the configuration, the state to start from or the selection cannot be used.
-    """
+    """Make a run that trains on stored samples, unless it exists; `request` is the identity of the flow run that begins
+    it, and `announce` is told of what will be copied. Raises InputError if configuration, start or selection cannot be
+    used."""
     check_trackers(config.report)
     begin_retraining(root, name, config, request, announce)
 
 
 def check_start(name: str, root: Root, config: RunConfig) -> None:
-    """Refuse what cannot work, or would continue a run with another meaning. A second call repeats little.
-
-    Raises:
-        InputError: the configuration cannot be used, or the run was started with another meaning.
-        StorageUnavailable: the root cannot be written.
-    """
+    """Refuse what cannot work, or would continue a run with another meaning. A second call repeats little. Raises
+    InputError, or StorageUnavailable if the root cannot be written."""
     check_trackers(config.report)
     if config.retrain is not None and not root.exists(layout.run_config_key(name)):
         raise InputError(

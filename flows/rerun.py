@@ -28,14 +28,8 @@ def person() -> str:
 
 def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -> tuple[Rerun, RunConfig]:
     """Record that a stage is to be repeated, unless that is recorded; return the configuration that the run has then.
-
-    Args:
-        given: settings, each as section.key=value: those that decide results apply from this stage on.
-
-    Raises:
-        InputError: the stage cannot be repeated, or not with these settings.
-        LeaseHeld: another process drives the run.
-    """
+    Of the settings in `given`, `section.key=value`, those that decide results apply from this stage on. Raises
+    InputError if the stage cannot be repeated so, LeaseHeld if another process drives the run."""
     require_run(root, run)
     if not wanted.reason.strip():
         raise InputError("a reason is missing: say why the stage is done again; it is recorded with the result")

@@ -47,14 +47,8 @@ def process_cluster() -> Cluster:
 
 @flow(name="ratchet", flow_run_name="{name}", persist_result=False)
 def run(name: str, root: str, config: RunConfig, one_stage: bool = False) -> None:
-    """Do the iterations of a run that are not complete yet, then publish the result.
-
-    Args:
-        name: id of the run.
-        root: URL of the storage root.
-        config: the resolved configuration; `config.run.iterations` is the last iteration.
-        one_stage: do only the stage that was asked to be done again.
-    """
+    """Do the iterations of a run that are not complete yet, up to `config.run.iterations`, then publish the result.
+    With `one_stage` do only the stage that was asked to be done again."""
     with Progress(name, config.run.iterations) as progress:
         perform(name, root, config, progress, one_stage=one_stage)
 
@@ -94,29 +88,16 @@ def perform(
 
 
 def release_workers(name: str) -> int:
-    """End what a run has left on the cluster; returns how many processes that were. Our own Ray leaves none.
-
-    Raises:
-        InputError, WorkerLost: the cluster does not answer.
-    """
+    """End what a run has left on the cluster, and return how many processes that were; our own Ray leaves none. Raises
+    InputError or WorkerLost if the cluster does not answer."""
     with process_cluster() as cluster:
         return 0 if cluster.local else release(name, cluster)
 
 
 def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) -> Root:
-    """Set up this process and refuse what cannot work, or would continue a run with another meaning. Stores nothing.
-
-    Args:
-        held: the run's lease, if this process holds it already.
-
-    Returns:
-        The storage root.
-
-    Raises:
-        InputError: the configuration cannot be used, or the run was started with another meaning.
-        LeaseHeld: a process of this machine drives the run.
-        StorageUnavailable: the root cannot be written.
-    """
+    """Set up this process, refuse what cannot work, or would continue a run with another meaning, and return the root.
+    Stores nothing. `held` is the run's lease, if this process holds it already. Raises InputError, LeaseHeld if a
+    process of this machine drives the run, StorageUnavailable if the root cannot be written."""
     prepare_process()
     check_run_name(name)
     check_folders()

@@ -57,13 +57,8 @@ class Subflows:
     def __init__(
         self, run: str, last: int, advanced: Callable[[Portion], None] | None = None, patience_s: float = PATIENCE_S
     ) -> None:
-        """
-        Args:
-            run: its id, with which the names of its subflow runs begin.
-            last: the last iteration.
-            advanced: told of each portion of a stage.
-            patience_s: longest wait of an iteration for its subflow.
-        """
+        """Subflows of the run with that id, up to iteration `last`. `advanced` is told of each portion of a stage, and
+        an iteration waits at most `patience_s` for its subflow."""
         self._run, self._parent = run, contextvars.copy_context()
         self._last, self._advanced, self._patience_s = last, advanced, patience_s
         self._iterations: list[_Iteration] = []
@@ -159,7 +154,6 @@ class _Iteration:
     """Held by the thread that asks the server: with SQLite it refuses one of two requests at once, and the client then
     waits."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    """Context in which its stages run."""
     is_subflow: bool = False
     """True if its stages are shown in a subflow run of their own."""
     _queue: "SimpleQueue[tuple[str, Future[None]] | None]" = field(default_factory=SimpleQueue)

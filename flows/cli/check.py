@@ -21,11 +21,7 @@ from tasks.config.stored import stored_config
 
 
 def names_a_run(given: str, root: Root) -> bool:
-    """True for a run, False for a file.
-
-    Raises:
-        InputError: both are there, or neither.
-    """
+    """True for a run, False for a file. Raises InputError if both are there, or neither."""
     if not is_run_name(given):
         return False
     file = Path(given).is_file()
@@ -44,11 +40,8 @@ def names_a_run(given: str, root: Root) -> bool:
 
 
 def of_stored(run: str, other: str | None, settings: Sequence[str], root: Root) -> RunConfig:
-    """The configuration that a run was recorded with, with settings replaced.
-
-    Raises:
-        InputError: there is no such run, it cannot be continued, a value cannot be used, or another name is given.
-    """
+    """The recorded configuration of a run, with settings replaced. Raises InputError if that is no continuation of
+    it."""
     require_run(root, run)
     if other not in (None, run):
         raise InputError(
@@ -61,11 +54,7 @@ def of_stored(run: str, other: str | None, settings: Sequence[str], root: Root) 
 
 
 def of_file(path: str, run: str | None, settings: Sequence[str]) -> tuple[str, RunConfig]:
-    """The name of the run that a file describes, and its configuration.
-
-    Raises:
-        InputError: it cannot be used, or the run has no name.
-    """
+    """The name of the run that a file describes, and its configuration. Raises InputError if one cannot be used."""
     config = load_config(path, settings)
     name = run or config.run.name
     if name is None:
@@ -81,7 +70,6 @@ class Continuable(BaseModel, frozen=True, extra="forbid"):
     prepared: str
     """Digest of the stage that stored its model and its prompts, which are used instead of their sources."""
     iterations: int
-    """Iterations that it is to have."""
 
 
 def check_command(

@@ -20,7 +20,6 @@ class FirstRun(BaseModel, frozen=True, extra="forbid"):
     folder: str
     """Absolute path."""
     files: tuple[str, ...]
-    """Names in it."""
 
 
 def init_command(

@@ -89,9 +89,7 @@ class RunResult(BaseModel, frozen=True, extra="forbid"):
     """The result of `ratchet run` and `ratchet demo`, as JSON."""
 
     run: str
-    """Id of the run."""
     root: str
-    """Storage root."""
     iterations: int
     """RL iterations that are complete."""
     changes: Changes
@@ -103,18 +101,11 @@ class RunResult(BaseModel, frozen=True, extra="forbid"):
     peak_rss_gib: float
     """Largest proportional set size of this process and everything it started, GiB."""
     report: str | None
-    """URL of the plot."""
 
 
 def launch(order: Order, output: Output) -> int:
-    """Start or continue a run and report the result.
-
-    Returns:
-        The exit code: 0, or 128 + the signal's number if interrupted (130 for Ctrl-C).
-
-    Raises:
-        RatchetError: whatever stops the run.
-    """
+    """Start or continue a run and report the result. Returns 0, or if interrupted 128 + the signal's number (130 for
+    Ctrl-C). Raises the RatchetError that stops the run."""
     root = ready(order.run, order.root, order.config)  # before anything starts; the flow checks again
     signals = Signals()
     try:
@@ -137,11 +128,7 @@ def launch(order: Order, output: Output) -> int:
 
 
 def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
-    """Do what is left of a run that is `ready`, in this process.
-
-    Raises:
-        RatchetError: the reason for which the run stopped.
-    """
+    """Do what is left of a run that is `ready`, in this process. Raises the RatchetError for which the run stopped."""
     _quieten_prefect()
     with MemoryMeter() as meter:
         if complete := is_complete(root, order.run, order.config):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.cli.site import DEFAULT_FOLDER, Folder
@@ -15,10 +15,8 @@ from storage.backends.root import open_root
 from storage.errors import StageFailed
 
 
-class Maintained(BaseModel):
+class Maintained(BaseModel, frozen=True, extra="forbid"):
     """Result of `ratchet maintain`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     maintenance: Maintenance
     flow_runs: str | None

@@ -19,17 +19,13 @@ _MEANT = {
     "validate": "check", "save": "export", "new": "init", "plot": "report", "redo": "rerun", "score": "reward",
     "branch": "fork", "clean": "gc", "help": "--help",
 }  # fmt: skip
-"""Names that other programs give our commands."""
 _NEAR = 0.6
 _OURS = ("flows", "tasks", "trainer_core", "storage", "infra")
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError:
-    """The error of a command that needs more than the base of Ratchet, with the two commands that add it.
-
-    Raises:
-        ModuleNotFoundError: a module of our own is missing.
-    """
+    """The error of a command that needs an extra, with the two commands that add it. Raises `error` if a module of ours
+    is missing."""
     name = (error.name or "").partition(".")[0]
     if not name or name in _OURS:
         raise error

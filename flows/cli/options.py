@@ -53,14 +53,8 @@ class Place:
 
 
 def place_in(text: str, form: str = "RUN[@ITERATION][:STAGE]") -> Place:
-    """Read `RUN[@ITERATION][:STAGE]`.
-
-    Args:
-        form: what the command takes: in brackets what may be left out; what is not in it is refused.
-
-    Raises:
-        InputError: it has another form, or names no stage.
-    """
+    """Read `RUN[@ITERATION][:STAGE]`. `form` is what the command takes, in brackets what may be left out. Raises
+    InputError if `text` has another form, or names no stage."""
     found = _FORM.fullmatch(text)
     if found is None or not found["run"]:
         raise InputError(f"{text!r} is not of the form {form}, as in {_example(form)}")

@@ -30,7 +30,6 @@ class ShownStage(BaseModel, frozen=True, extra="forbid"):
     """A committed stage and the identity of its manifest."""
 
     digest: str
-    """Identity of the manifest."""
     retired: bool
     """True if retention has deleted its parts."""
     replaced: bool = False

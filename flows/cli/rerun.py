@@ -24,7 +24,6 @@ class Chosen(BaseModel, frozen=True, extra="forbid"):
 
     run: str
     before: int
-    """The head before."""
     head: int
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.views.output import Output
@@ -28,10 +28,8 @@ Notify = Annotated[
 Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 
 
-class Registered(BaseModel):
+class Registered(BaseModel, frozen=True, extra="forbid"):
     """The deployments that `ratchet register` has registered."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     deployments: tuple[str, ...]
     """As flow/deployment."""

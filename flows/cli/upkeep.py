@@ -4,7 +4,7 @@ import sys
 from typing import Annotated
 
 from cyclopts import Parameter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
 from flows.cli.printing import size
@@ -22,10 +22,8 @@ from tasks.config.environment import Settings
 _MORE_SECONDS = 15.0  # beyond what a command takes at most to end
 
 
-class Stopped(BaseModel):
+class Stopped(BaseModel, frozen=True, extra="forbid"):
     """Result of `ratchet stop`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     run: str
     process: int | None

@@ -40,18 +40,13 @@ _FIELDS = {
     "patience_minutes": "How long to wait for another process that drives this run. After that the flow run ends as "
     "Cancelled and names that process.",
 }
-"""Texts of the fields that several forms have."""
 _LOOK_S = 5.0
 _WIDTH = 400  # of a line of progress
 
 
 def form[**P, R](name: str, title: str | Callable[[], str]) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """A flow whose form describes each field: by the docstring of the function, or as `_FIELDS` does.
-
-    Args:
-        name: of the flow.
-        title: name of a flow run in the UI; a text may name parameters in braces.
-    """
+    """A flow whose form describes each field: by the docstring of the function, or as `_FIELDS` does. `title` names a
+    flow run in the UI; a text may name parameters in braces."""
 
     def made(work: Callable[P, R]) -> Flow[P, R]:
         text = inspect.getdoc(work) or ""
@@ -70,7 +65,6 @@ class Asked:
     run: str
     """Id of the run, or a text for several."""
     root: str
-    """Storage root."""
     will: str
     """Description of the work, in one line: the first line of the log."""
     retry: str = "repeats only the stage that failed, from what it has stored, and goes on"
@@ -163,11 +157,7 @@ def fix(**found: Any) -> None:
 
 
 def check_places(places: Mapping[str, str | None]) -> None:
-    """Refuse relative paths and URLs with credentials in them.
-
-    Raises:
-        InputError: it names the parameter.
-    """
+    """Refuse relative paths and URLs with credentials in them. Raises InputError, which names the parameter."""
     for name, place in places.items():
         if place is None:
             continue

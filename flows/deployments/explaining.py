@@ -71,7 +71,6 @@ class Explained:
     kept: str
     """Stored results, and the effect of Retry."""
     first: str
-    """First step of the repair."""
 
     @property
     def message(self) -> str:
@@ -81,11 +80,7 @@ class Explained:
 
 
 def explained(error: BaseException, run: str, root: str, retry: str) -> Explained:
-    """Explain a failure by the type of its error.
-
-    Args:
-        retry: effect of Retry once a stage has begun.
-    """
+    """Explain a failure by the type of its error; `retry` is the effect of Retry once a stage has begun."""
     ours = isinstance(error, RatchetError)
     cause, stage = (told(error), error.during) if ours else (f"{type(error).__name__}: {error}", None)
     first, helps = next(((text, helps) for kind, text, helps in _NOTES if isinstance(error, kind)), (None, True))
@@ -118,11 +113,7 @@ class LastLines(logging.Handler):
 
 
 def show_failure(run: str, why: Explained, lines: Iterable[str]) -> str | None:
-    """Attach the artifact `failure` to the current flow run, unless the server is away.
-
-    Returns:
-        Its address in the UI; None if there is none.
-    """
+    """Attach the artifact `failure` to the flow run and return its address in the UI; None if the server is away."""
     try:
         identity = create_markdown_artifact(
             key=artifact_key(run.lower(), "failure"),

@@ -143,11 +143,8 @@ def expanded(run: str, moment: datetime) -> str:
 
 
 def own_name(store: Root, run: str, here: Here) -> str:
-    """The id of the run that this flow run begins, or goes on with.
-
-    Raises:
-        InputError: it cannot be an id, or a schedule has started this flow run for a run that is not its own.
-    """
+    """The id of the run that this flow run begins, or goes on with. Raises InputError if it cannot be an id, or a
+    schedule has started this flow run for a run that is not its own."""
     first = check_run_name(expanded(run, here.moment))
     if first != run:
         every = itertools.chain([first], (f"{first}-{number}" for number in itertools.count(2)))
@@ -171,11 +168,8 @@ def is_free(store: Root, run: str, here: Here) -> bool:
 def fixed(
     run: str, root: str, start: str | None, since: str | None, newer_than: str | None, moment: datetime
 ) -> dict[str, str]:
-    """Resolve relative parameters, and keep the result with the flow run, so that a Retry has the same.
-
-    Raises:
-        InputError: the run to start from has no state, or both times are given.
-    """
+    """Resolve relative parameters, and keep them with the flow run, so that a Retry has the same. Raises InputError if
+    the run to start from has no state, or both times are given."""
     if since is not None and newer_than is not None:
         raise InputError("give either since (a time) or newer_than (an age)")
     store, found = open_root(root), dict[str, str]()
@@ -196,11 +190,8 @@ def configured(
     here: Here,
     announce: Announce = lambda _: None,
 ) -> RunConfig:
-    """The configuration of the run, which exists afterwards.
-
-    Raises:
-        InputError: it cannot be used; or the run is another's, and has nothing left to do.
-    """
+    """The configuration of the run, which exists afterwards. Raises InputError if it cannot be used, or another has
+    completed it."""
     store = open_root(root)
     table = {key: value for key, value in given.items() if value is not None}
     resolved = retrain_config(store, run, table, config, settings)
@@ -211,10 +202,6 @@ def configured(
 
 
 def check_sources(start: str | None, select: Sequence[str]) -> None:
-    """Refuse sources in a root that is another one elsewhere.
-
-    Raises:
-        InputError: it says which.
-    """
+    """Refuse sources in a root that is another one elsewhere. Raises InputError, which names the root."""
     given = ([] if start is None else [start]) + [*select]
     check_places({f"the root of {text!r}": place_of(text).root for text in given})

@@ -33,7 +33,6 @@ Table = dict[str, Any]
 Tables = dict[str, Table]
 """Settings by section, as the form gives them."""
 Again = Literal["rollout", "reward", "train", "weight-sync", "evaluate"]
-"""Stages that can be repeated."""
 
 _LIMIT = 1 << 20  # iterations of a run, for a search that halves
 
@@ -167,22 +166,15 @@ def rerun_stage(
 
 
 def check_goal(run: str, iterations: int | None, more: int | None) -> None:
-    """Refuse a name that no run can have, and a goal that is missing or given twice.
-
-    Raises:
-        InputError: it says which.
-    """
+    """Refuse a name that no run can have, and a goal that is missing or given twice. Raises InputError."""
     check_run_name(run)
     if (iterations is None) == (more is None):
         raise InputError("give either iterations (in all) or more (from here)")
 
 
 def configured(run: str, root: str, iterations: int, config: str | None, settings: list[str]) -> RunConfig:
-    """The configuration of a run: that of a file or the recorded one, with settings replaced.
-
-    Raises:
-        InputError: it cannot be used, there is none, or the run trains on stored samples.
-    """
+    """The configuration of a run: that of a file or the recorded one, with settings replaced. Raises InputError if
+    there is none, it cannot be used, or the run trains on stored samples."""
     replaced = [*settings, f"run.iterations={iterations}"]
     if config is not None:
         return load_config(config, replaced)
@@ -195,23 +187,13 @@ def configured(run: str, root: str, iterations: int, config: str | None, setting
 
 
 def described(run: str, iterations: int, settings: list[str], sections: Tables) -> RunConfig:
-    """The configuration that the form gives.
-
-    Raises:
-        InputError: it cannot be used, or something is missing.
-    """
+    """The configuration that the form gives. Raises InputError if it cannot be used, or something is missing."""
     return config_of_tables(sections, [*settings, f"run.iterations={iterations}"], f"of the new run {run}")
 
 
 def check_new(store: Root, run: str, identity: str | None) -> None:
-    """Refuse the name of a run that something else has begun. One under which nothing was made yet may be used.
-
-    Args:
-        identity: of the flow run that asks, which may have begun it before.
-
-    Raises:
-        InputError: there is such a run.
-    """
+    """Refuse the name of a run that something else than the flow run `identity` has begun, unless nothing was made
+    under it yet. Raises InputError if there is such a run."""
     if not store.exists(layout.run_config_key(run)) or not names(store, run, 0).manifests:
         return
     if identity is None or begun_by(store, run) != identity:
@@ -219,12 +201,8 @@ def check_new(store: Root, run: str, identity: str | None) -> None:
 
 
 def begin_new(store: Root, run: str, config: RunConfig, identity: str | None) -> State[Any]:
-    """Record the run as this flow run's, and do it.
-
-    Raises:
-        InputError: another flow run has begun it meanwhile.
-        LeaseHeld: another process drives the run.
-    """
+    """Record the run as this flow run's, and do it. Raises InputError or LeaseHeld if another has begun it
+    meanwhile."""
     ready(run, store.url, config)
     with hold(store, run, owner()) as lease:
         check_new(store, run, identity)
@@ -234,10 +212,7 @@ def begin_new(store: Root, run: str, config: RunConfig, identity: str | None) ->
 
 def begin_counted(store: Root, run: str, more: int, resolve: Callable[[int], RunConfig]) -> State[Any]:
     """Do so many more iterations. They are counted under the run's lease, and kept for Retry before the first begins.
-
-    Raises:
-        LeaseHeld: another process drives the run.
-    """
+    Raises LeaseHeld if another process drives the run."""
     ready(run, store.url, resolve(complete_iterations(store, run) + more))  # a refusal leaves no lease behind
     with hold(store, run, owner()) as lease:
         last = complete_iterations(store, run) + more

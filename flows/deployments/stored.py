@@ -123,12 +123,8 @@ def choose_revision(run: str, root: str, revision: Count, reason: str, patience_
 
 
 def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
-    """Choose, unless that revision is the head.
-
-    Raises:
-        InputError: there is no such run or revision, or the run cannot go on from it.
-        LeaseHeld: another process drives the run.
-    """
+    """Choose, unless that revision is the head. Raises InputError if the run cannot go on from it, LeaseHeld if it is
+    driven."""
     store = open_root(root)
     require_run(store, run)
     if not reason.strip():
@@ -196,11 +192,8 @@ def fork_run(
 def begin_fork(
     run: str, root: str, at: int, new: str, settings: list[str], say: Announce = lambda _: None
 ) -> State[Any]:
-    """Fork, unless this flow run has done so.
-
-    Raises:
-        InputError: there is no such run or iteration, or the name of the new one is taken.
-    """
+    """Fork, unless this flow run has done so. Raises InputError if there is no such iteration, or the new name is
+    taken."""
     store, identity = open_root(root), flow_run.get_id()
     require_run(store, run)
     done = f"run {new} has iterations 0 to {at} of run {run}"

@@ -40,11 +40,9 @@ class Counts(BaseModel, frozen=True, extra="forbid"):
     manifests: int = 0
     """Committed stages, by the identity of their content."""
     states: int = 0
-    """Train states, tensor by tensor."""
+    """Train states, and their tensors of weights and of the optimizer."""
     weights: int = 0
-    """Weight tensors in them."""
     optimizer: int = 0
-    """Optimizer tensors in them."""
     rng: int = 0
     """States of random generators in them."""
     rows: int = 0
@@ -63,7 +61,6 @@ class Comparison(Counts, frozen=True, extra="forbid"):
     """Counts of what was compared, and the differences."""
 
     differences: tuple[Difference, ...] = ()
-    """In the order of work."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +72,9 @@ class Pair:
     run: str
 
     def compare(self, iterations: int, evaluated_every: int, plant: int | None = None) -> Comparison:
-        """Compare the iterations from 0 to `iterations`.
-
-        Args:
-            plant: seed of one bit that is flipped in the right run's last state as it is read, so that the
-                comparison has something to find.
-
-        Raises:
-            DigestMismatch: a stored file is damaged.
-        """
+        """Compare the iterations from 0 to `iterations`. With `plant`, a seed, one bit is flipped in the right run's
+        last state as it is read, so that there is something to find. Raises DigestMismatch if a stored file is
+        damaged."""
         tally, differences = Counter[str](), list[Difference]()
         for iteration in range(iterations + 1):
             due = evaluation_due(iteration, iterations, evaluated_every)

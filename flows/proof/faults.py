@@ -45,11 +45,8 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
-        """Read `STAGE@ITERATION:POINT[:VICTIM]`, such as `train@2:parts-done:trainer-1`.
-
-        Raises:
-            InputError: it has another form.
-        """
+        """Read `STAGE@ITERATION:POINT[:VICTIM]`, such as `train@2:parts-done:trainer-1`. Raises InputError for another
+        form."""
         found = _SPELLING.fullmatch(text)
         stages, names = [stage.value for stage in Stage], [point.value for point in Point]
         if found is None or found["stage"] not in stages or found["point"] not in names:

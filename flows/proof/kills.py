@@ -12,14 +12,9 @@ from tasks.stages.names import Stage
 
 
 def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[Fault, ...]:
-    """Random points of a run, at most one per stage and iteration, in the order of work.
-
-    Args:
-        regenerate: whether the run samples for itself, and so reaches the middle of a rollout's part.
-
-    Raises:
-        InputError: there are fewer stages than kills.
-    """
+    """Random points of a run, at most one per stage and iteration, in the order of work. With `regenerate` the run
+    samples for itself, and so reaches the middle of a rollout's part. Raises InputError if there are fewer stages than
+    kills."""
     cells: dict[tuple[int, Stage], list[Fault]] = {}
     for fault in possible(config, regenerate):
         if fault.point is Point.MID_RESPONSE:  # a run with short responses never reaches it
@@ -76,11 +71,7 @@ def _workers(config: RunConfig) -> list[str]:
 
 
 def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
-    """Refuse points and victims that the run does not have.
-
-    Raises:
-        InputError: it names the first of them.
-    """
+    """Refuse points and victims that the run does not have. Raises InputError, which names the first of them."""
     there = {(fault.stage, fault.iteration, fault.point) for fault in possible(config, regenerate)}
     victims = (FLOW, NODE, *_workers(config))
     for fault in faults:

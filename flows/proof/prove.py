@@ -46,7 +46,6 @@ class ProofOrder:
     seed: int
     """Chooses the points, and the bit of `plant`."""
     at: tuple[Fault, ...] = ()
-    """Given points."""
     regenerate: bool = False
     """Let the interrupted run sample for itself instead of giving it the stored rollouts."""
     plant: bool = False
@@ -77,9 +76,7 @@ class ProofReport(Counts, frozen=True, extra="forbid"):
     orphans: tuple[str, ...]
     """Processes of the interrupted run that were still running after it."""
     planted: bool
-    """True if a bit was flipped on purpose."""
     differences: tuple[str, ...]
-    """In the order of work."""
     determinism: str
     """End of determinism, in words."""
 
@@ -97,15 +94,8 @@ class ProofReport(Counts, frozen=True, extra="forbid"):
 
 
 def prove(order: ProofOrder, output: Output) -> int:
-    """Run, run again with kills, compare, and report.
-
-    Returns:
-        0 if nothing differs, 1 otherwise.
-
-    Raises:
-        InputError: a given point does not exist in this run.
-        StageFailed: a run failed without being killed.
-    """
+    """Run, run again with kills, compare, and report; returns 0 if nothing differs, else 1. Raises InputError if a
+    given point does not exist in this run, StageFailed if a run failed without being killed."""
     faults = order.at or chosen(order.config, order.kills, order.seed, order.regenerate)
     check(order.config, faults, order.regenerate)
     whole, interrupted = (open_root(f"{order.root.rstrip('/')}/{name}") for name in ("whole", "interrupted"))
@@ -126,12 +116,8 @@ def prove(order: ProofOrder, output: Output) -> int:
 
 
 def judge(order: ProofOrder, whole: Root, interrupted: Root, folder: FaultFolder, starts: int, output: Output) -> int:
-    """Compare two runs that have ended, and report; returns as `prove`.
-
-    Args:
-        folder: what was planned for the interrupted run, and happened to it.
-        starts: how often it was started.
-    """
+    """Compare two runs that have ended, and report; returns as `prove`. `folder` has the kills of the interrupted run,
+    which was started `starts` times."""
     comparison = Pair(whole, interrupted, RUN).compare(
         order.config.run.iterations, order.config.evaluate.every, order.seed if order.plant else None
     )

@@ -24,13 +24,9 @@ _AT_ONCE = 50  # as many as the server deletes in one request
 
 
 def forget_flow_runs(client: SyncPrefectClient, tag: str, before: datetime) -> int:
-    """Delete flow runs with that tag which ended before a time, with their subflows, task runs, states and logs.
-
-    Two processes may do this at once, and it may be killed at any time: what is left is deleted the next time.
-
-    Returns:
-        How many flow runs were deleted, without subflows.
-    """
+    """Delete flow runs with that tag which ended before a time, with their subflows, task runs, states and logs; return
+    how many, without subflows. Two processes may do this at once, and it may be killed at any time: what is left is
+    deleted the next time."""
     old = FlowRunFilter(
         tags=FlowRunFilterTags(all_=[tag]),
         state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))),

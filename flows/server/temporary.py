@@ -47,11 +47,7 @@ class TemporaryServer:
         return self._process.pid
 
     def wait(self, seconds: float) -> None:
-        """Return when the server answers.
-
-        Raises:
-            WorkerLost: it ended, or did not answer within `seconds`.
-        """
+        """Return when the server answers. Raises WorkerLost if it ended, or did not answer within `seconds`."""
         deadline, starts = time.monotonic() + seconds, 1
         while not self._answers():
             if time.monotonic() > deadline:
@@ -105,11 +101,8 @@ class TemporaryServer:
 
 @contextlib.contextmanager
 def prefect_server() -> Iterator[TemporaryServer | None]:
-    """Begin to start a temporary server, or check the configured one (then the block gets None).
-
-    Raises:
-        InputError: the configured server does not answer.
-    """
+    """Begin to start a temporary server, or check the configured one (then the block gets None). Raises InputError if
+    that one does not answer."""
     configured = get_current_settings().api.url
     if configured:
         _check_configured(configured)
@@ -121,11 +114,8 @@ def prefect_server() -> Iterator[TemporaryServer | None]:
 
 @contextlib.contextmanager
 def connected(server: TemporaryServer | None) -> Iterator[None]:
-    """Let Prefect use `server` as soon as it answers; at the end, wait until it has received everything.
-
-    Raises:
-        WorkerLost: it does not start, or stopped answering during the block.
-    """
+    """Let Prefect use `server` as soon as it answers; at the end, wait until it has received everything. Raises
+    WorkerLost if it does not start, or stopped answering during the block."""
     with contextlib.ExitStack() as stack:
         if server is not None:
             server.wait(get_current_settings().server.ephemeral.startup_timeout_seconds)

@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.schemas.automations import EventTrigger
 from prefect.exceptions import ObjectNotFound
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.server.history import TAG
 from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, find, taken
@@ -52,10 +52,8 @@ _PAGE = 200
 Level = Literal["ok", "warning", "error"]
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True, extra="forbid"):
     """The result of one check."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     check: str
     level: Level
@@ -63,10 +61,8 @@ class Finding(BaseModel):
     """The fact, and the repair if there is something to repair."""
 
 
-class Diagnosis(BaseModel):
+class Diagnosis(BaseModel, frozen=True, extra="forbid"):
     """All checks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     findings: tuple[Finding, ...]
 

@@ -11,7 +11,7 @@ import yaml
 from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule, construct_schedule
 from prefect.exceptions import ParameterTypeError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from storage.errors import InputError
 
@@ -21,10 +21,8 @@ SHORTEST_S = 60.0
 _OWN_RUNS = "retrain"  # the flow of which each flow run begins a run of its own
 
 
-class ScheduleEntry(BaseModel):
+class ScheduleEntry(BaseModel, frozen=True, extra="forbid"):
     """A schedule of a deployment, identified by its slug; those made in the UI are left alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     slug: str = Field(min_length=1)
     cron: str | None = None
@@ -73,10 +71,8 @@ class ScheduleEntry(BaseModel):
         return construct_schedule(interval=self.interval, cron=self.cron, timezone=self.timezone)
 
 
-class DeploymentEntry(BaseModel):
+class DeploymentEntry(BaseModel, frozen=True, extra="forbid"):
     """A deployment, as Prefect's own `prefect deploy` reads it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     entrypoint: str
@@ -99,21 +95,15 @@ class DeploymentEntry(BaseModel):
 Deployments = tuple[tuple[DeploymentEntry, Flow[..., Any]], ...]
 
 
-class DeploymentsFile(BaseModel):
+class DeploymentsFile(BaseModel, frozen=True, extra="ignore"):
     """A file in the format of prefect.yaml, as far as it is used here."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     deployments: tuple[DeploymentEntry, ...]
 
 
 def read_deployments(file: Path) -> Deployments:
-    """The deployments of a file in the format of prefect.yaml, each with its flow.
-
-    Raises:
-        InputError: it cannot be read, names a flow that does not exist, or has a schedule or a parameter that cannot
-            be used.
-    """
+    """The deployments of a file in the format of prefect.yaml, each with its flow. Raises InputError if it cannot be
+    read, names a flow that does not exist, or has a schedule or a parameter that cannot be used."""
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
         entries = DeploymentsFile.model_validate(document).deployments

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT, code_version
@@ -33,29 +33,23 @@ _GRACE_S = 20.0  # for a flow run to end cleanly: Ray, ranks and engines go with
 _SAME_S = 0.05
 
 
-class RunningProcess(BaseModel):
+class RunningProcess(BaseModel, frozen=True, extra="forbid"):
     """A process that `ratchet up` has started."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: str
     """server or worker."""
     process: int
-    """Process id."""
     started: float
     """Its start time, seconds since the epoch, which tells it from a later process with the same id."""
     version: str
     """Version of Ratchet that it runs."""
 
 
-class SiteRecord(BaseModel):
+class SiteRecord(BaseModel, frozen=True, extra="forbid"):
     """Processes and addresses of a site after the last `ratchet up`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: int = 1
     api: str
-    """URL of the server's API."""
     database: str | None = None
     """URL of the server's database, a secret in it by reference; None is SQLite in this folder."""
     processes: tuple[RunningProcess, ...] = ()
@@ -69,11 +63,8 @@ class SiteFolder:
 
     @classmethod
     def at(cls, path: Path) -> "SiteFolder":
-        """The folder, made if it does not exist.
-
-        Raises:
-            InputError: it cannot be made, belongs to another user, or others may read it.
-        """
+        """The folder, made if it does not exist. Raises InputError if that fails, it is another user's, or others may
+        read it."""
         folder = path.expanduser().absolute()
         try:
             folder.mkdir(mode=_FOLDER, parents=True, exist_ok=True)
@@ -112,11 +103,7 @@ class SiteFolder:
         return self.secret_file.read_text(encoding="utf-8").strip()
 
     def record(self) -> SiteRecord | None:
-        """The record of the last `ratchet up`; None if there is none.
-
-        Raises:
-            InputError: the record is damaged.
-        """
+        """The record of the last `ratchet up`; None if there is none. Raises InputError if the record is damaged."""
         try:
             return SiteRecord.model_validate_json(self._record_file.read_bytes())
         except FileNotFoundError:
@@ -179,12 +166,7 @@ def find(running: RunningProcess) -> psutil.Process | None:
 
 def strays(folder: Path, recorded: Iterable[RunningProcess], command: str | None = None) -> list[psutil.Process]:
     """Topmost processes of a site that are in no record: `up` was killed before it wrote one, or their parent was.
-
-    Args:
-        folder: of the site.
-        recorded: the processes that are recorded; their descendants are no strays.
-        command: only those that have this word in their command line.
-    """
+    Those below a recorded one are no strays. With `command`, only those that have this word in their command line."""
     known = {process.pid for one in recorded if (process := find(one)) is not None}
     marked = {process.pid: process for process in psutil.process_iter() if _is_marked(process, folder)}
     found = []

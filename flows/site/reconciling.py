@@ -49,11 +49,8 @@ def crashes(states: Sequence[State]) -> int:
 
 
 def set_right(client: SyncPrefectClient, pool: str) -> tuple[str, ...]:
-    """Let the flow runs of a pool that has no worker continue with the next one; what was to be cancelled is.
-
-    Returns:
-        Names of those that were set right.
-    """
+    """Let the flow runs of a pool without a worker continue with the next one, and cancel what was to be; return their
+    names."""
     return reconcile(client, pool, (), quiet_s=0, gone_s=0)
 
 
@@ -64,15 +61,11 @@ def reconcile(
     quiet_s: float = QUIET_S,
     gone_s: float = GONE_S,
 ) -> tuple[str, ...]:
-    """Try again the flow runs that have crashed, and those under way without a process.
+    """Try again the flow runs that have crashed, and those under way without a process; return the names of those whose
+    state was changed.
 
-    Args:
-        alive: identities of the flow runs that have a process; None if only the server can know that.
-        quiet_s: how old a crash must be, seconds.
-        gone_s: how long a flow run without a process must be under way, seconds.
-
-    Returns:
-        Names of the flow runs whose state was changed.
+    `alive` has the identities of the flow runs that have a process; None if only the server can know that. A crash must
+    be `quiet_s` old, and a flow run without a process be under way for `gone_s`.
     """
     wanted = [StateType.CRASHED] if alive is None else [StateType.CRASHED, *_UNDER_WAY]
     found = client.read_flow_runs(

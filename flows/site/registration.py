@@ -67,15 +67,10 @@ _PAYLOAD = (
 
 
 def register(deployments: Deployments, at_once: int | None, webhook: str | None = None) -> tuple[str, ...]:
-    """Register everything with the server that Prefect is connected to.
+    """Register everything with the server that Prefect is connected to, and return the deployments, as flow/deployment.
 
-    Args:
-        deployments: each with its flow.
-        at_once: flow runs that may train at the same time; None keeps the queue's limit, at first 1.
-        webhook: URL that `keep_notification` takes; None changes nothing.
-
-    Returns:
-        The deployments, as flow/deployment.
+    At most `at_once` flow runs train at the same time; None keeps the queue's limit, at first 1. `webhook` is a URL for
+    `keep_notification`; None changes nothing.
     """
     with get_client(sync_client=True) as client:
         _keep_pool(client, at_once)
@@ -88,10 +83,7 @@ def register(deployments: Deployments, at_once: int | None, webhook: str | None 
 
 def register_elsewhere(file: Path, at_once: int | None, notify: str | None) -> tuple[str, ...]:
     """Register the deployments of a file with the server of Prefect's own settings, as `ratchet up` does with its own.
-
-    Raises:
-        InputError: there is no such server, it does not answer or refuses, or the deployments cannot be read.
-    """
+    Raises InputError if there is no such server, it does not answer or refuses, or the deployments cannot be read."""
     found = read_deployments(file)
     webhook = None if notify is None else webhook_url(notify)
     api = get_current_settings().api.url
@@ -131,11 +123,8 @@ def silence(tag: str) -> AutomationCore:
 
 
 def webhook_url(given: str) -> str:
-    """The URL that was given, or that of the variable in `env:NAME`; or OFF.
-
-    Raises:
-        InputError: it has a password in it, or is no URL.
-    """
+    """The URL that was given, or that of the variable in `env:NAME`; or OFF. Raises InputError for a password or no
+    URL."""
     if given == OFF:
         return OFF
     if has_credentials(given):

@@ -12,7 +12,7 @@ import httpx
 import psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from flows.site.entries import read_deployments
 from flows.site.processes import (
@@ -60,14 +60,11 @@ class Wanted:
     """URL of a webhook that is told of each flow run that ends red; `off` ends that; None keeps what the site has."""
 
 
-class Site(BaseModel):
+class Site(BaseModel, frozen=True, extra="forbid"):
     """A running site."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     api: str
     ui: str
-    """Address for a browser."""
     secret_file: str
     """File with the text that the browser asks for."""
     client_file: str
@@ -78,10 +75,8 @@ class Site(BaseModel):
     """Processes that this command has started."""
 
 
-class Ended(BaseModel):
+class Ended(BaseModel, frozen=True, extra="forbid"):
     """Processes that `ratchet down` has ended."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ended: tuple[str, ...]
     gone: tuple[str, ...]
@@ -89,12 +84,9 @@ class Ended(BaseModel):
 
 
 def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site:
-    """Start what is missing of a site and register everything; what runs is left alone.
-
-    Raises:
-        InputError: the port is taken, or the site runs on another database; or the deployments cannot be read.
-        WorkerLost: the server does not answer, or ends meanwhile.
-    """
+    """Start what is missing of a site and register everything; what runs is left alone. Raises InputError if the port
+    is taken, the site runs on another database, or the deployments cannot be read, WorkerLost if the server does not
+    answer, or ends meanwhile."""
     deployments = read_deployments(wanted.deployments)  # before anything starts
     webhook = None if wanted.notify is None else webhook_url(wanted.notify)
     with folder.locked():
@@ -148,15 +140,9 @@ def stay(
     say: Callable[[str], object],
     every_s: float = _LOOK_S,
 ) -> Ended:
-    """Keep a site up until `stopped` is set, then end it.
-
-    Args:
-        again: starts what is missing of the site, as `up` does.
-        every_s: how often its processes are looked for, seconds.
-
-    Raises:
-        RatchetError: from `again`; the site is left as it is. A server that ends while it is started is started again.
-    """
+    """Keep a site up until `stopped` is set, then end it. Every `every_s` seconds its processes are looked for, and
+    `again` starts what is missing, as `up` does. Raises its RatchetError, and leaves the site as it is; a server that
+    ends while it is started is started again."""
     while not stopped.wait(every_s):
         record = folder.record()
         if gone := [role for role in (_SERVER, _WORKER) if record is None or running(record, role) is None]:

@@ -28,15 +28,12 @@ _OPTIMIZER: Mapping[Precision, int] = {"fp32": 8, "bf16": 12}  # two moments, an
 
 
 class Needs(BaseModel, frozen=True, extra="forbid"):
-    """Processes, and bytes. Activations, and what libraries take for themselves, are not counted."""
+    """Processes, and bytes, of a run. Activations, and what libraries take for themselves, are not counted."""
 
     device: Device
     ranks: int
-    """Trainer processes."""
     engines: int
-    """Engine processes."""
     reward_processes: int
-    """Scoring processes."""
     parameters: int
     """Weights of the model."""
     rank_bytes: int
@@ -57,12 +54,7 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
 
 
 def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int) -> Needs:
-    """Estimate the resources of a run.
-
-    Args:
-        parameters: number of weights of the model.
-        prompt_bytes: size of the tables of prompts.
-    """
+    """Estimate the resources of a run, from the number of its model's weights and the size of its tables of prompts."""
     weight, parallel = _WEIGHT[config.train.precision], config.train.parallel
     optimizer = _OPTIMIZER[config.train.precision]
     share = parameters / (parallel.tensor * parallel.pipeline)
@@ -112,7 +104,6 @@ class Example(BaseModel, frozen=True, extra="forbid"):
     prompt: str
     tokens: tuple[Token, ...]
     answer: str | None
-    """The solved answer, if the record has one."""
     trained: tuple[Token, ...] | None = None
     """Tokens that the warm-up trains on, after the prompt."""
     kind: str = ""
@@ -150,16 +141,11 @@ class Checked(BaseModel, frozen=True, extra="forbid"):
     reward: tuple[str, ...]
     """The reward's calls on a few records: their own answer and a wrong one. None if reward.try is false."""
     notes: tuple[str, ...]
-    """Possible mistakes."""
     needs: Needs
 
 
 def checked(config: RunConfig) -> Checked:
-    """Make all checks that need no storage root.
-
-    Raises:
-        InputError: what cannot work.
-    """
+    """Make all checks that need no storage root. Raises InputError for what cannot work."""
     check_folders()
     check_content(config)
     check_trackers(config.report)

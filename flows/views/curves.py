@@ -18,7 +18,6 @@ from tasks.config.evaluation import EXACT, PASS, SCORED_BY
 _SIZE = (9.0, 9.0)  # inches
 _DPI = 100
 PIXELS = (int(_SIZE[0] * _DPI), int(_SIZE[1] * _DPI))
-"""Width and height of the plot."""
 
 _REWARD, _HELD_OUT, _PASSED = "tab:blue", "tab:olive", "tab:green"
 _PLAIN, _SECOND = "tab:gray", "tab:orange"
@@ -45,11 +44,7 @@ def draw_curves(rows: Sequence[Row], title: str) -> bytes:
 
 
 def store_plot(root: Root, run: str, rows: Sequence[Row]) -> bytes:
-    """Draw the run and store the PNG with its derived files.
-
-    Returns:
-        The PNG.
-    """
+    """Draw the run, store the PNG with its derived files, and return it."""
     png = draw_curves(rows, f"run {run}")
     root.replace(layout.report_key(run, PLOT), png)
     return png
@@ -92,11 +87,8 @@ _HEIGHTS = (2, 1, 1)
 
 
 def pieces(rows: Sequence[Row], column: str, *by: str) -> list[list[tuple[int, float]]]:
-    """The points (iteration, value) of a column, those that cannot be compared in lists of their own.
-
-    Args:
-        by: columns of text; values in rows that differ in them are not comparable.
-    """
+    """The points (iteration, value) of a column, in a list for each stretch of rows that are equal in the texts of
+    `by`: values of two stretches cannot be compared."""
     there = [row for row in rows if column in row.values]
     groups = itertools.groupby(there, key=lambda row: [row.texts.get(name) for name in by])
     return [[(row.iteration, row.values[column]) for row in group] for _, group in groups]

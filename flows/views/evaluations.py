@@ -21,19 +21,14 @@ class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
     """One evaluation."""
 
     run: str
-    """Id of the run whose weights answered."""
     iteration: int
     """Iteration whose weights answered."""
     replaced: bool = False
     """True if a rerun has replaced these weights since: then nothing is compared with it."""
     manifest: str
-    """Digest of its manifest."""
     stored: str
-    """URL of its manifest."""
     finished: datetime
-    """End of the evaluation (UTC)."""
     settings: dict[str, JsonValue]
-    """Settings of the evaluation."""
     figures: dict[str, float | None]
     """`greedy/reward`, `greedy/pass@1`, `sampled/pass@K` and so on, those of a data source as `greedy/SOURCE/reward`;
     `errors` and `timeouts` count answers without a score."""

@@ -22,7 +22,6 @@ from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 from tasks.stages.views import Selected
 
 Metrics = Mapping[str, Mapping[str, float | None]]
-"""Metrics of an iteration, by stage and name."""
 
 
 class Trouble(StrEnum):
@@ -78,12 +77,10 @@ def run_troubles(troubles: Sequence[tuple[int, Sequence[Trouble]]]) -> tuple[str
 
 
 PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
-"""Stages of iteration 0, in their order; its `train` is the supervised warm-up."""
 ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
-"""Stages of every other iteration."""
+"""Stages of iteration 0, in their order, and of every other; the `train` of iteration 0 is the supervised warm-up."""
 
 PLOT = "curves.png"
-"""Name of the plot among the run's derived files."""
 
 _SELECTING = (Stage.SELECT, Stage.RESCORE)  # of a run on stored samples only
 _UNSCORED = ("errors", "timeouts", "non_finite")
@@ -112,7 +109,6 @@ class IterationRecord(BaseModel, frozen=True, extra="forbid"):
     pass_rate: float | None
     """Share of these answers that pass; None if it is not known which do."""
     passing: str | None
-    """The condition by which they pass."""
     kl: float | None
     """Mean KL divergence of the policy before the step from the one after it, KL(before || after), nat per token. It is
     measured, whether or not a KL to the reference is in the loss."""
@@ -127,7 +123,6 @@ class IterationRecord(BaseModel, frozen=True, extra="forbid"):
     troubles: tuple[Trouble, ...] = ()
     """Signs that nothing can be learned from it."""
     row: Row
-    """All metrics of all its stages."""
 
 
 def stages_of(iteration: int) -> tuple[Stage, ...]:
@@ -185,11 +180,8 @@ def next_iteration(root: Root, run: str, config: RunConfig) -> int:
 
 
 def next_after(ended: int, last: int, config: RunConfig, done: Callable[[int, Stage], bool]) -> int:
-    """The first iteration that is not complete, given how many have ended, and which stages of 0 and of that are done.
-
-    Args:
-        last: the last iteration that the run is to have.
-    """
+    """The first iteration up to `last` that is not complete, given how many have ended, and which stages of 0 and of
+    that are done."""
     if ended == 0 or not all(done(0, stage) for stage in wanted_stages(config, 0) if stage in _SELECTING):
         return 0
     newest = ended - 1
@@ -211,11 +203,8 @@ def read_history(root: Root, run: str, revisions: Revisions | None = None) -> li
 
 
 def read_record(root: Root, run: str, iteration: int, revisions: Revisions | None = None) -> IterationRecord:
-    """One iteration that has begun. Reads its manifests and the last one of the iteration before.
-
-    Args:
-        revisions: the run's revisions, seen from the one that is asked for; by default they are read.
-    """
+    """One iteration that has begun, from its manifests and the last one of the iteration before. `revisions`, seen from
+    the one that is asked for, are read by default."""
     seen = read_revisions(root, run) if revisions is None else revisions
     before = names(root, run, iteration - 1, seen).newest if iteration else {}
     last = [load(root, before[place]) for place in _places(before, iteration - 1)[-1:]]

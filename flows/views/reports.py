@@ -97,7 +97,6 @@ def _line(error: BaseException) -> str:
 
 
 Publish = Callable[[Samples], object]
-"""Shows examples of an iteration."""
 
 _PLOT_SECONDS = 15.0
 _PLOT_SHARE = 20.0  # drawing takes at most this fraction of the time
@@ -106,14 +105,8 @@ _INTERRUPTED_SECONDS = 2.0
 
 
 def write_report(root: Root, run: str, history: list[IterationRecord] | None = None) -> bytes:
-    """Make the files of a run from its manifests alone; what is right already stays.
-
-    Args:
-        history: what `read_history` gave, if it was read already.
-
-    Returns:
-        The plot.
-    """
+    """Make the files of a run from its manifests alone, and return the plot; what is right already stays. `history` is
+    what `read_history` gave, if it was read already."""
     rows = [record.row for record in (read_history(root, run) if history is None else history)]
     MetricsFile(root, run).write(rows)
     events = _Sender(root, run, "tensorboard", lambda: TensorBoard(root, run))
@@ -236,10 +229,7 @@ class _Sender:
     """Sends rows to one tracker: each once, in their order, however often it fails."""
 
     def __init__(self, root: Root, run: str, name: str, makes: Makes, earlier: list[Row] | None = None) -> None:
-        """
-        Args:
-            earlier: the rows before those that are sent, if they were read already.
-        """
+        """A sender to one tracker. `earlier` are the rows before those that are sent, if they were read already."""
         self._root, self._run, self._name, self._makes, self._earlier = root, run, name, makes, earlier
         self._tracker: Tracker | None = None
         self._rows: list[Row] = []

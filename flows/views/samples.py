@@ -43,7 +43,6 @@ class Sample(BaseModel, frozen=True, extra="forbid"):
     reward: float | None
     """None if it is not scored, or could not be."""
     components: dict[str, float | None] | None
-    """Named components of the reward, if it has any."""
     status: str | None
     """Outcome of scoring: ok, or the reason why there is no reward; None if it is not scored yet."""
     detail: str | None
@@ -53,7 +52,6 @@ class Sample(BaseModel, frozen=True, extra="forbid"):
     finish_reason: str | None
     """stop, length or abort; None if no turn was sampled."""
     tokens: int
-    """Tokens of the response."""
     weight_versions: tuple[int, ...]
     """Iterations whose weights sampled it, oldest first."""
 
@@ -89,11 +87,8 @@ class Choice:
     seed: int = 0
 
     def rows(self, prompts: Sequence[str], rewards: NDArray[np.float64]) -> Rows:
-        """The rows of the chosen samples, each once. Rewards are (N,), NaN where there is none.
-
-        Raises:
-            InputError: the prompt has no samples.
-        """
+        """The rows of the chosen samples, each once. Rewards are (N,), NaN where there is none. Raises InputError if
+        the prompt has no samples."""
         ranked = np.argsort(-rewards, kind="stable")[: np.count_nonzero(~np.isnan(rewards))]
         drawn = np.random.default_rng(self.seed).permutation(len(rewards))[: self.random]
         worst = ranked[max(self.best, len(ranked) - self.worst) :]
@@ -112,11 +107,8 @@ class Choice:
 
 
 def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> Samples:
-    """The chosen samples of an iteration, by default the newest that has any.
-
-    Raises:
-        InputError: there is no such run or prompt, or the iteration has no samples.
-    """
+    """The chosen samples of an iteration, by default the newest that has any. Raises InputError if there is no such run
+    or prompt, or the iteration has no samples."""
     require_run(root, run)
     texts = StoredTexts.of(root, need(root, run, 0, Stage.PREPARE)) if find(root, run, 0, Stage.PREPARE) else None
     return chosen(root, run, _sampled(root, run, iteration), choice, texts, stored_config(root, run).train.policy)
@@ -125,22 +117,12 @@ def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> 
 def scored_samples(
     root: str, run: str, iterations: Collection[int] | None = None, *, revision: int | None = None, texts: bool = False
 ) -> pa.Table:
-    """The samples of a run with their scores, a row each, as an Arrow table that other tools read: for people.
+    """The samples of a run with their scores, a row each, as an Arrow table with the columns of
+    `storage.upkeep.archive.SAMPLES`; see `ratchet.samples` for the arguments. Those of scores are null where nothing is
+    scored yet.
 
     Rollout and reward of each iteration are those of one revision, joined by prompt and sample; what was replaced, or
-    is not finished, is not among them.
-
-    Args:
-        root: as `--root` takes it.
-        iterations: only these; by default all that have sampled.
-        revision: of the run, by default the head.
-        texts: read the texts of prompts and responses, too; without, their columns are null.
-
-    Returns:
-        The columns of `storage.upkeep.archive.SAMPLES`; those of scores are null where nothing is scored yet.
-
-    Raises:
-        InputError: there is no such run, or one of the iterations has no samples.
+    is not finished, is not among them. Raises InputError as `ratchet.samples` does.
     """
     store = open_root(root)
     require_run(store, run)

@@ -64,7 +64,6 @@ class Changes(BaseModel, frozen=True, extra="forbid"):
     pass_rate: Change
     """Share of these answers that pass."""
     passing: str | None
-    """The condition by which they pass."""
 
 
 def changes_of(records: Sequence[IterationRecord]) -> Changes:
@@ -122,9 +121,7 @@ class RunStatus(BaseModel, frozen=True, extra="forbid"):
     """A run as its storage shows it."""
 
     run: str
-    """Id of the run."""
     root: str
-    """Storage root."""
     iterations: int
     """RL iterations that are complete."""
     asked: int
@@ -138,7 +135,6 @@ class RunStatus(BaseModel, frozen=True, extra="forbid"):
     current: int | None
     """The first iteration that is not complete; None if all are."""
     stages: tuple[StageStatus, ...]
-    """The stages of `current`."""
     changes: Changes
     """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
     seconds_per_iteration: float | None
@@ -152,14 +148,8 @@ class RunStatus(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
-    """Read what a run has done and what comes next; of a long run only its first figures and its newest iterations.
-
-    Args:
-        whole: read every iteration, however many there are.
-
-    Raises:
-        InputError: there is no such run.
-    """
+    """Read what a run has done and what comes next; of a long run, unless `whole`, only its first figures and its
+    newest iterations. Raises InputError if there is no such run."""
     revisions = read_revisions(root, check_run_name(run))
     config = read_config(root, run, revisions).config
     begun = unfinished(root, run, revisions)
@@ -203,21 +193,14 @@ class Newest:
     records: tuple[IterationRecord, ...]
     """The newest iterations that have begun, or all."""
     first: int
-    """The first iteration that is not complete."""
     last: int
     """The last iteration that is requested or has begun."""
     changes: Changes
-    """Its figures, from the first values to the last."""
 
 
 def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, whole: bool = False) -> Newest:
-    """Read the newest iterations of a run, and its first figures. One on stored samples is read as a whole.
-
-    Args:
-        config: says how many iterations there are to be, and when an evaluation is due.
-        revisions: of the run.
-        whole: read all iterations, however many there are.
-    """
+    """Read the newest iterations of a run, and its first figures; all of them if `whole`, or if it trains on stored
+    samples."""
     asked, every = last_iteration(root, run, config), config.evaluate.every
     begun = max(_begun(root, run), default=-1) + 1
     if whole or begun <= SHORT or config.retrain is not None:

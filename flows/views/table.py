@@ -96,10 +96,7 @@ class Series:
     """
 
     def __init__(self, earlier: Iterable[Row] = ()) -> None:
-        """
-        Args:
-            earlier: rows before those that are to be named: all, or the first of each stage.
-        """
+        """Start with `earlier`, the rows before those that are to be named: all, or the first of each stage."""
         self._first: dict[str, Mapping[str, str]] = {}
         for row in earlier:
             self.named(row)

@@ -41,7 +41,6 @@ class TrackedRun:
 
     root: Root
     name: str
-    """Id of the run."""
     tracker: str
     """Name of the tracker, below which its position is stored."""
 
@@ -118,12 +117,8 @@ def trackers(section: ReportSection) -> dict[str, Makes]:
 
 
 def check_trackers(section: ReportSection) -> None:
-    """Refuse unusable trackers before anything starts. A user's one is imported, but not made.
-
-    Raises:
-        InputError: a package is not installed, a reference names a variable that is not set, or code of the user's
-            cannot be imported or lacks a method of `Tracker`.
-    """
+    """Refuse unusable trackers before anything starts; a user's one is imported, but not made. Raises InputError if a
+    package is missing, a reference names no variable, or a user's tracker cannot be imported or lacks a method."""
     packages = (("wandb", section.wandb, "wandb"), ("mlflow", section.mlflow, "mlflow-skinny"))
     for name, asked, package in packages:
         if asked and importlib.util.find_spec(name) is None:
