@@ -1,0 +1,70 @@
+"""Rendering of messages for a conversation that is under way. What the policy has sampled is never tokenized again:
+only new messages are rendered."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from storage.errors import InputError
+from tasks.data.backends import Chat, Message
+from tasks.data.chat import ASSISTANT, Say, Template
+from tasks.data.tokenizer import TextCodec
+
+_MARK = "7463920158"  # stands for the last answer; no template strips it or changes its case
+
+
+class Following(NamedTuple):
+    """Rendering of new messages after an answer."""
+
+    tokens: list[int]
+    kept: bool
+    """True if the template, given the whole conversation as text, writes these same tokens after the same text."""
+
+
+class Renderer:
+    """Rendering by the chat template of a model. A model without one reads the contents of messages one after another,
+    without marks between them."""
+
+    def __init__(self, codec: TextCodec, note: Callable[[str], None] = lambda _: None) -> None:
+        self._codec, self._template, self._say = codec, Template(codec), Say(note, lambda _, said: note(said))
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
+        """Token ids of the beginning of a conversation, up to the first answer. Raises InputError: the template refuses
+        the messages or loses some of what they say, or there are tools and no template."""
+        codec = self._codec
+        if codec.has_template:
+            return codec.encode(self._template.prompt(Chat(messages, tools), self._say))
+        if tools:
+            raise InputError("the model has no chat template that could show it tools: describe them in a message")
+        return codec.opened(codec.encode(_plain(messages)))
+
+    def following(
+        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message] = (), last: int | None = None
+    ) -> list[int] | None:
+        """Token ids of `new` messages up to the next answer, as `after`; None if the template does not keep what was
+        before, so that a new segment must begin with `first` of all messages."""
+        found = self.after(before, new, tools, last)
+        return found.tokens if found.kept else None
+
+    def after(
+        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message] = (), last: int | None = None
+    ) -> Following:
+        """Rendering of `new` messages up to the next answer. The last message of `before` is the policy's answer, whose
+        content is the text that it sampled, and `last` its last token: a stop token ends the answer, so its text is not
+        written again. Raises InputError: as `first`."""
+        if not self._codec.has_template:
+            return Following(self._codec.encode(_plain(new)), kept=True)
+        marked = [*before[:-1], {"role": ASSISTANT, "content": _MARK}, *new]
+        _, there, rest = self._codec.render(Chat(marked, tools), answering=True).rpartition(_MARK)
+        if not there:
+            raise InputError("the tokenizer's chat template does not write an answer as it was given")
+        opened = self._codec.render(Chat(before[:-1], tools), answering=True)
+        whole = self._codec.render(Chat([*before, *new], tools), answering=True)
+        kept = whole == opened + str(before[-1]["content"]) + rest
+        if last is not None and last in self._codec.stop_tokens:
+            (stop,) = self._codec.visible([last])
+            kept, rest = kept and rest.startswith(stop), rest.removeprefix(stop)
+        return Following(self._codec.encode(rest), kept)
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    return "".join(str(one["content"]) for one in messages)

@@ -1,0 +1,141 @@
+"""Trajectories, the rendering of new messages, and the sampling of single answers by small engines."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from storage.errors import InputError, SyncMismatch, WorkerLost
+from storage.schema import ROLLOUT, TURN
+from tasks.config.model import GeneratedModel
+from tasks.config.run import WorkersSection
+from tasks.data.generated import generate_tokenizer
+from tasks.data.tokenizer import TextCodec
+from tasks.engine.protocol import Sampling
+from tasks.environments.rendering import Renderer
+from tasks.environments.sampler import EngineSampler
+from tasks.environments.trajectory import Answer, Trajectory, columns_of
+from tasks.workers.engines import EngineHandle
+from tests.small.here import GroupHere
+from tests.small.workers import SmallEngine
+from tests.tasks.data.chat_model import END, TEMPLATE, chat_model
+
+SAMPLING = Sampling(max_tokens=6, stop_token_ids=(1,))
+
+
+def answered(*tokens, reason="stop", version=3):
+    return Answer(np.array(tokens, np.int32), -np.array(tokens, np.float32), reason, version)
+
+
+def test_turns_of_a_trajectory_become_a_row_of_a_rollout():
+    one, none = Trajectory([5, 6]), Trajectory([7])
+    one.answer(answered(8, 9), calls="[]")
+    one.observe([4], "tool", results="[3]")
+    one.amend(seconds=0.5)
+    one.answer(answered(2, reason="length", version=None))
+    assert (one.tokens.tolist(), one.answers, one.length) == ([5, 6, 8, 9, 4, 2], 2, 4)
+    found = {name: column.to_pylist() for name, column in columns_of([one, none]).items()}
+    assert found.keys() == {"prompt_tokens", "response_tokens", "sampled", "logprobs", "weight_version", "turns"}
+    assert found["prompt_tokens"] == [[5, 6], [7]]
+    assert found["response_tokens"] == [[8, 9, 4, 2], []]
+    assert found["sampled"] == [[True, True, False, True], []]
+    assert found["logprobs"] == [[-8, -9, 0, -2], []]
+    assert found["weight_version"] == [[3, 3, -1, -1], []]
+    given = [{name: value for name, value in turn.items() if value is not None} for turn in found["turns"][0]]
+    assert given == [
+        {"role": "assistant", "begin": 0, "end": 2, "finish_reason": "stop", "calls": "[]"},
+        {"role": "tool", "begin": 2, "end": 3, "results": "[3]", "seconds": 0.5},
+        {"role": "assistant", "begin": 3, "end": 4, "finish_reason": "length"},
+    ]
+    for name, column in columns_of([one]).items():
+        assert column.type == ROLLOUT.field(name).type
+    assert found["turns"][1] == []
+    assert set(found["turns"][0][0]) == {field.name for field in TURN}
+
+
+USER, SAID = {"role": "user", "content": "one and one"}, {"role": "assistant", "content": "is two"}
+MORE = {"role": "user", "content": "and three"}
+
+
+@pytest.fixture(scope="module")
+def chat_codec(tmp_path_factory):
+    return TextCodec.from_directory(chat_model(tmp_path_factory.mktemp("chat")), [END])
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_only_new_messages_are_rendered_and_the_whole_text_is_that_of_the_template(chat_codec, ended):
+    renderer = Renderer(chat_codec)
+    sampled = chat_codec.encode("is t") + chat_codec.encode("wo") + [END] * ended  # not as the tokenizer cuts it
+    assert sampled[: -1 if ended else None] != chat_codec.encode("is two")
+    first = renderer.first([USER])
+    more = renderer.following([USER, SAID], [MORE], last=sampled[-1])
+    assert more is not None
+    expected = (
+        "<|begin|><|user|>one and one<|end|>\n<|assistant|>is two<|end|>\n<|user|>and three<|end|>\n<|assistant|>"
+    )
+    assert chat_codec.backend.decode([[*first, *sampled, *more]]) == [f"{before}is two{after}"]
+
+
+def test_a_template_that_changes_what_was_said_before_asks_for_a_new_segment(tmp_path):
+    folder = chat_model(tmp_path, template=TEMPLATE.replace("message['content']", "message['content'].split('#')[-1]"))
+    codec = TextCodec.from_directory(folder, [END])
+    thought = {"role": "assistant", "content": "hm#two"}
+    assert Renderer(codec).following([USER, thought], [MORE], last=END) is None
+    assert Renderer(codec).after([USER, thought], [MORE], last=END).tokens == Renderer(codec).following(
+        [USER, SAID], [MORE], last=END
+    )
+
+
+def test_a_model_without_a_template_reads_contents_and_no_tools(tmp_path):
+    generate_tokenizer(tmp_path, GeneratedModel())
+    plain_codec = TextCodec.from_directory(tmp_path)
+    renderer = Renderer(plain_codec)
+    assert plain_codec.backend.decode([renderer.first([{"role": "user", "content": "1+1="}])]) == ["1+1="]
+    assert plain_codec.backend.decode([renderer.following([], [{"role": "tool", "content": "2"}])]) == ["2"]
+    with pytest.raises(InputError, match="no chat template that could show it tools"):
+        renderer.first([USER], [{"type": "function"}])
+
+
+class Dying(SmallEngine):
+    """Dies when it is asked to sample."""
+
+    def collect(self, wait_s):
+        raise WorkerLost("engine 0 died")
+
+
+def engines(*kinds):
+    made = [kind("") for kind in kinds]
+    for one in made:
+        one._digest, one._version = "ab", 4
+    return made, [EngineHandle(GroupHere([one], lambda _: None), WorkersSection()) for one in made]
+
+
+def answers(handles, version=4):
+    async def ask(sampler):
+        asked = [sampler.sample([3, 4 + number % 2], number, SAMPLING) for number in range(12)]
+        return await asyncio.gather(*asked)
+
+    with EngineSampler(handles, version) as sampler:
+        return asyncio.run(ask(sampler))
+
+
+def test_answers_are_those_of_the_engine_whichever_engine_gives_them():
+    made, handles = engines(SmallEngine, SmallEngine)
+    found = answers(handles)
+    expected = made[0].generate([[3, 4 + number % 2] for number in range(12)], range(12), SAMPLING)
+    assert [one.tokens.tolist() for one in found] == expected["response_tokens"].to_pylist()
+    assert [one.logprobs.tolist() for one in found] == expected["logprobs"].to_pylist()
+    assert {(one.finish_reason, one.weight_version) for one in found} == {("stop", 4)}
+
+
+def test_requests_of_a_lost_engine_go_to_another_and_fail_if_there_is_none():
+    expected = answers(engines(SmallEngine)[1])
+    found = answers(engines(Dying, SmallEngine)[1])
+    assert [one.tokens.tolist() for one in found] == [one.tokens.tolist() for one in expected]
+    with pytest.raises(WorkerLost, match="engine 0 died"):
+        answers(engines(Dying)[1])
+
+
+def test_answers_of_other_weights_are_not_used():
+    with pytest.raises(SyncMismatch, match="version 4, but those of version 5 were asked for"):
+        answers(engines(SmallEngine)[1], version=5)
