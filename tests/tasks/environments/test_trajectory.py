@@ -70,10 +70,10 @@ def test_only_new_messages_are_rendered_and_the_whole_text_is_that_of_the_templa
     first = renderer.first([USER])
     more = renderer.following([USER, SAID], [MORE], last=sampled[-1])
     assert more is not None
-    expected = (
-        "<|begin|><|user|>one and one<|end|>\n<|assistant|>is two<|end|>\n<|user|>and three<|end|>\n<|assistant|>"
-    )
-    assert chat_codec.backend.decode([[*first, *sampled, *more]]) == [f"{before}is two{after}"]
+    before, after = "<|begin|><|user|>one and one<|end|>", "<|user|>and three<|end|>"
+    assert chat_codec.backend.decode([[*first, *sampled, *more]]) == [
+        f"{before}\n<|assistant|>is two<|end|>\n{after}\n<|assistant|>"
+    ]
 
 
 def test_a_template_that_changes_what_was_said_before_asks_for_a_new_segment(tmp_path):
