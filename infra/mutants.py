@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infra.mutants_ahead import AHEAD
 from infra.mutants_closed import CLOSED
+from infra.mutants_endpoint import ENDPOINT
 from infra.mutants_engine import ENGINE
 from infra.mutants_evaluate import EVALUATE
 from infra.mutants_face import FACE
@@ -68,6 +69,7 @@ MUTANTS = (
     *OPERATORS,
     *ORIGINS,
     *OWN_ENGINE,
+    *ENDPOINT,
     *PAGES,
     *PLAN,
     *RESPONSES,

@@ -1,8 +1,14 @@
 """The start of an engine in its process: vLLM, or one of the user's own."""
 
+import sys
+
 from tasks.engine.own import OwnEngine
 from tasks.engine.protocol import EngineProtocol, EngineSpec
 from trainer_core.user_code import UserFunction
+
+_PARSER = "import os; own = os.dup(1); os.dup2(2, 1); from tasks.engine.vllm.parsing import serve; serve(own)"
+PARSER = [sys.executable, "-P", "-c", _PARSER]
+"""Command of the process that reads answers with vLLM's parsers, which log to standard output while imported."""
 
 
 def start_engine(spec: EngineSpec, meeting_place: str | None, own: UserFunction | None) -> EngineProtocol:

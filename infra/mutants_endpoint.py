@@ -1,0 +1,67 @@
+"""Faults in the endpoint that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_TESTS = ("tests/tasks/endpoint/test_endpoint.py",)
+_REFUSALS = ("tests/tasks/endpoint/test_refusals.py",)
+_SESSIONS = "tasks/endpoint/sessions.py"
+
+ENDPOINT = (
+    Mutant(
+        "endpoint-tokenizes-again",
+        "the engine is given another rendering of a history than the tokens that were sampled",
+        _SESSIONS,
+        "            return Asked(branch, history, texts, given, np.concatenate([branch.row.tokens, given]))\n",
+        "            again = self.renderer.first(history.rendered(), history.shown_tools)\n"
+        "            return Asked(branch, history, texts, given, np.asarray(again, np.int32))\n",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-earlier-history-appended",
+        "an answer to an earlier history is appended behind the later turns of a branch",
+        _SESSIONS,
+        "if end is branch.ends[-1] and not branch.taken:",
+        "if not branch.taken:",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-requests-at-once-share-a-branch",
+        "two requests at once for one history append to the same branch",
+        _SESSIONS,
+        "if end is branch.ends[-1] and not branch.taken:",
+        "if end is branch.ends[-1]:",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-branches-share-noise",
+        "two answers to one history are sampled with the same noise",
+        _SESSIONS,
+        "{self.seed}/{self._births[place]}/",
+        "{self.seed}/",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-edits-unnoticed",
+        "an answer that a client has changed counts as the one that was sampled",
+        "tasks/endpoint/requests.py",
+        "return self == ours and",
+        "return self.role == ours.role and",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-sampling-unrecorded",
+        "sampling parameters of a client have no effect, and nothing says so",
+        "tasks/endpoint/server.py",
+        "        session.override(other)\n",
+        "",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-accepts-ended-sessions",
+        "the key of a session that has ended is accepted",
+        "tasks/endpoint/server.py",
+        "        del self._sessions[session.key]\n",
+        "",
+        _REFUSALS,
+    ),
+)

@@ -1,0 +1,1 @@
+"""A token-exact endpoint: an OpenAI-compatible server over the engines of a run, with a session for each trajectory."""

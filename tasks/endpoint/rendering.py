@@ -1,0 +1,37 @@
+"""Rendering of histories: messages by the chat template, and plain texts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tasks.data.tokenizer import TextCodec
+from tasks.environments.rendering import Renderer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class HistoryRenderer:
+    """The renderer of conversations, and of texts, whose one message has no role."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec, self._chat = codec, Renderer(codec)
+
+    def first(self, messages: Messages, tools: Messages = ()) -> list[int]:
+        """Token ids before a first answer. Raises InputError: as `Renderer.first`."""
+        if messages[0]["role"]:
+            return self._chat.first(messages, tools)
+        return self._codec.opened(self._codec.encode(messages[0]["content"]))
+
+    def following(self, before: Messages, new: Messages, tools: Messages, last: int) -> list[int] | None:
+        """Token ids of what is `new` behind an answer that ends with the token `last`; None if it cannot be appended:
+        the template does not keep what was before, or a text lacks the stop token that was sampled."""
+        if new[0]["role"]:
+            return self._chat.following(before, new, tools, last)
+        text, stop = new[0]["content"], ""
+        if last in self._codec.stop_tokens:
+            (stop,) = self._codec.visible([last])
+        return self._codec.encode(text.removeprefix(stop)) if text.startswith(stop) else None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, without its stop token."""
+        kept = [token for token in tokens if token not in self._codec.stop_tokens]
+        return self._codec.backend.decode([kept])[0]

@@ -1,0 +1,233 @@
+"""The server: requests of the OpenAI form over a sampler, each in the session of its API key. On loopback only."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from storage.errors import InputError, RatchetError, StageFailed
+from tasks.endpoint.answers import Parts, Reader, by_tags
+from tasks.endpoint.forms import Answered, Form
+from tasks.endpoint.rendering import HistoryRenderer
+from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
+from tasks.endpoint.sessions import Asked, History, Session
+from tasks.engine.protocol import Sampling
+from tasks.environments.sampler import Sampler
+
+_STARTS_S = 60.0
+_STRANGER = Refused(
+    "the API key is of no session, or of one that has ended: give the one of this trajectory", "invalid_api_key", 401
+)
+_Handler = Callable[[Request, Session], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Settings of every session."""
+
+    model: str  # the name that clients give
+    how: Sampling  # that of the run
+    context: int  # longest sequence, in tokens
+    sampling: Literal["override", "refuse"] = "override"
+    """Treatment of sampling parameters that the trainer cannot follow: they have no effect and are recorded, or the
+    request is refused."""
+    body_bytes: int = 1 << 20  # longest request
+
+
+class Endpoint:
+    """Sessions over a sampler. `open` and `close` may be called from any thread; all else runs on the server's loop."""
+
+    def __init__(self, sampler: Sampler, renderer: HistoryRenderer, rules: Rules, reader: Reader = by_tags) -> None:
+        self._sampler, self._renderer, self._rules, self._read = sampler, renderer, rules, reader
+        self._sessions: dict[str, Session] = {}
+        self._under_way: dict[tuple[str, str], asyncio.Task[list[Answered]]] = {}  # by session and request
+        self.strangers = 0  # requests without the key of a session
+
+    def open(self, seed: int, turns: int = 1 << 10, tokens: int = 1 << 30) -> Session:
+        """A session with a key that cannot be guessed, for so many answers and sampled tokens."""
+        session = Session(f"sk-{secrets.token_urlsafe(32)}", seed, self._renderer, turns, tokens)
+        self._sessions[session.key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Accept no more requests of a session. Raises the error by which its engines have failed, if they have."""
+        del self._sessions[session.key]
+        for name in [name for name in self._under_way if name[0] == session.key]:
+            del self._under_way[name]
+        if session.failure is not None:
+            raise session.failure
+
+    def application(self) -> Starlette:
+        """The server's application."""
+        posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete}
+        routes = [Route(path, self._answering(handler), methods=["POST"]) for path, handler in posts.items()]
+        return Starlette(routes=[*routes, Route("/v1/models", self._answering(self._models), methods=["GET"])])
+
+    def _answering(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+        """The handler with the session of a request; each refusal is recorded in it, and answered in the form."""
+
+        async def answer(request: Request) -> Response:
+            session = self._sessions.get(request.headers.get("authorization", "").removeprefix("Bearer "))
+            if session is None:
+                self.strangers += 1
+                return JSONResponse(_STRANGER.document(), _STRANGER.status)
+            try:
+                return await handler(request, session)
+            except Refused as refusal:
+                session.note(refusal)
+                return JSONResponse(refusal.document(), refusal.status)
+
+        return answer
+
+    async def _models(self, request: Request, session: Session) -> Response:
+        return JSONResponse(
+            {"object": "list", "data": [{"id": self._rules.model, "object": "model", "owned_by": "run"}]}
+        )
+
+    async def _chat(self, request: Request, session: Session) -> Response:
+        body = await self._body(request)
+        asked = self._accepted(parsed(ChatRequest, body, self._rules.body_bytes), session)
+        history = History(asked.canonical(), json.dumps(asked.tools or []))
+        form = Form(self._rules.model, chat=True, usage=asked.tells_usage)
+        return _response(form, asked.stream, await self._once(request, session, body, asked, history))
+
+    async def _complete(self, request: Request, session: Session) -> Response:
+        body = await self._body(request)
+        asked = self._accepted(parsed(CompletionRequest, body, self._rules.body_bytes), session)
+        form = Form(self._rules.model, chat=False, usage=asked.tells_usage)
+        history = History((Message("", asked.prompt),))
+        return _response(form, asked.stream, await self._once(request, session, body, asked, history))
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, or a little more of it than is accepted."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._rules.body_bytes:
+                break
+        return bytes(body)
+
+    def _accepted[R: (ChatRequest, CompletionRequest)](self, asked: R, session: Session) -> R:
+        """The request. Raises Refused: it is for another model, or its sampling must not be overridden."""
+        session.counts["requests"] += 1
+        if asked.model != self._rules.model:
+            fact = f"there is no model {asked.model!r}: ask for {self._rules.model!r}"
+            raise Refused(fact, "model_not_found", 404, "model")
+        if not (other := disobeyed(asked, self._rules.how)):
+            return asked
+        if self._rules.sampling == "refuse":
+            fact = f"{', '.join(other)} would make samples that cannot be trained: leave out what the run decides"
+            raise Refused(fact, "sampling_of_the_run", param=next(iter(other)))
+        session.override(other)
+        return asked
+
+    async def _once(
+        self, request: Request, session: Session, body: bytes, asked: ChatRequest | CompletionRequest, history: History
+    ) -> list[Answered]:
+        """The answers; a request that the client repeats because it lost the connection is not sampled again."""
+        name = (session.key, hashlib.blake2b(body).hexdigest())
+        task = self._under_way.get(name)
+        repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+        if task is None or not repeated or (task.done() and task.exception() is not None):
+            task = self._under_way[name] = asyncio.create_task(self._answers(session, asked, history))
+        return await asyncio.shield(task)
+
+    async def _answers(
+        self, session: Session, asked: ChatRequest | CompletionRequest, history: History
+    ) -> list[Answered]:
+        questions: list[Asked] = []
+        try:
+            for _ in range(asked.n):
+                questions.append(session.ask(history))  # noqa: PERF401 - those before one that fails are forgotten
+        except InputError as error:
+            raise Refused(str(error), "invalid_messages", param="messages") from None
+        finally:
+            if len(questions) < asked.n:
+                for one in questions:
+                    session.unanswered(one)
+        found = await asyncio.gather(*(self._answer(session, asked, one) for one in questions), return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in found if isinstance(one, Answered)]
+
+    async def _answer(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> Answered:
+        done = False
+        try:
+            how = self._how(session, asked, question)
+            answer = await self._sampler.sample(question.tokens, question.branch.seed, how)
+            if answer.finish_reason == "abort":
+                raise Refused("the engine has dropped the request: ask again", "aborted", 503)
+            text = self._renderer.text(answer.tokens.tolist())
+            ends = [at for one in asked.stops if (at := text.find(one)) >= 0]
+            parts = await self._parts(asked, question, text[: min(ends, default=len(text))])
+            message, done = session.answered(question, answer, text, parts), True
+        except RatchetError as error:
+            session.failure = session.failure or error
+            raise Refused("the engines cannot answer; the run says why", "unavailable", 503) from error
+        finally:
+            if not done:
+                session.unanswered(question)
+        return Answered(question, answer, message)
+
+    async def _parts(self, asked: ChatRequest | CompletionRequest, question: Asked, text: str) -> Parts:
+        if isinstance(asked, CompletionRequest):
+            return Parts(text)
+        tools = [] if asked.tool_choice == "none" else question.history.shown_tools
+        return await asyncio.to_thread(self._read, text, tools)
+
+    def _how(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> Sampling:
+        room = self._rules.context - len(question.tokens)
+        if room < 1:
+            fact = f"the conversation has {len(question.tokens)} tokens, and the model reads {self._rules.context}"
+            raise Refused(f"{fact} with the answer: shorten it", "context_length_exceeded", param="messages")
+        how = narrowed(asked, self._rules.how)
+        return how.model_copy(update={"max_tokens": min(how.max_tokens, room, max(session.left, 1))})
+
+
+@contextmanager
+def serving(endpoint: Endpoint) -> Iterator[str]:
+    """Serve on a free port of loopback, in a thread; the base URL for clients. Raises StageFailed: it cannot."""
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        settings = uvicorn.Config(
+            endpoint.application(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(settings)
+        thread = threading.Thread(target=server.run, args=([port],), daemon=True)
+        thread.start()
+        until = time.monotonic() + _STARTS_S
+        while not server.started:
+            if not thread.is_alive() or time.monotonic() > until:
+                raise StageFailed("the endpoint of the run does not start on loopback: the log says more; start again")
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{port.getsockname()[1]}/v1"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def _response(form: Form, stream: bool, answers: list[Answered]) -> Response:
+    if not stream:
+        return JSONResponse(form.whole(answers))
+
+    async def events() -> AsyncIterator[str]:
+        for chunk in form.chunks(answers):
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    return StreamingResponse(events(), media_type="text/event-stream")

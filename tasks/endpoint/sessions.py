@@ -1,0 +1,239 @@
+"""Sessions: the conversations of one trajectory, as a client tells them and as tokens.
+
+A client sends its whole history as text each time. The part of it that is the policy's keeps the ids that were sampled,
+and only what is new is rendered. Where the client has changed the history, or the template does, a branch begins."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from storage.errors import RatchetError
+from tasks.data.chat import ASSISTANT
+from tasks.endpoint.answers import Parts
+from tasks.endpoint.rendering import HistoryRenderer
+from tasks.endpoint.requests import Call, Message, Refused
+from tasks.environments.trajectory import Answer, Trajectory
+
+Why = Literal["first", "again", "edited", "tools", "template"]
+"""Reason for which a branch began: it is the first; another answer to the same history was asked; the history is not
+one that was sampled; other tools are shown; the template does not keep what was sampled."""
+_SHOWN = 20  # refusals that are kept in full
+
+
+class History(NamedTuple):
+    """The history that a request sends: messages, or one text whose role is empty."""
+
+    messages: tuple[Message, ...]
+    tools: str = "[]"  # JSON
+
+    @property
+    def shown_tools(self) -> list[Any]:
+        """The tools as templates take them."""
+        return json.loads(self.tools)
+
+    def rendered(self) -> list[dict[str, Any]]:
+        """The messages as templates take them."""
+        return [one.rendered() for one in self.messages]
+
+    def after(self, end: "History") -> list[dict[str, Any]]:
+        """New messages after another history; none if it does not go on with that."""
+        if self.tools != end.tools or not end.messages:
+            return []
+        if not self.messages[0].role:
+            text, before = self.messages[0].content, end.messages[0].content
+            return [Message("", text.removeprefix(before)).rendered()] if text.startswith(before) else []
+        same = all(sent.repeats(ours) for sent, ours in zip(self.messages, end.messages, strict=False))
+        return self.rendered()[len(end.messages) :] if same else []
+
+    def then(self, answer: Message) -> "History":
+        """The same with the answer to it."""
+        if self.messages[0].role:
+            return History((*self.messages, answer), self.tools)
+        return History((Message("", self.messages[0].content + answer.content),))
+
+
+@dataclass(frozen=True)
+class _End:
+    """The end of an answer, from which a conversation may go on."""
+
+    history: History  # with the answer, as the client was given it
+    texts: tuple[dict[str, Any], ...]  # the same, with each answer of this branch as the text that was sampled
+    turns: int
+
+
+@dataclass(eq=False)
+class Branch:
+    """One row of tokens, each turn of which was sampled after exactly those before it."""
+
+    number: int
+    why: Why
+    seed: int
+    row: Trajectory
+    began: History
+    parent: int | None = None  # branch from which its first turns are; they are trained there alone
+    ends: list[_End] = field(default_factory=list)
+    taken: bool = False  # True if an answer is being sampled at its end
+
+    def last(self, turns: int) -> int:
+        """The last token of the first turns."""
+        return int(self.row.tokens[len(self.row.prompt) + self.row.turns[turns - 1]["end"] - 1])
+
+    def copied(self, turns: int) -> Trajectory:
+        """The first turns, none of which counts as sampled: what was is trained in this branch."""
+        copy, tokens = Trajectory(self.row.prompt), self.row.tokens[len(self.row.prompt) :]
+        for turn in self.row.turns[:turns]:
+            copy.observe(tokens[turn["begin"] : turn["end"]], turn["role"])
+        return copy
+
+
+class Asked(NamedTuple):
+    """A question for an engine."""
+
+    branch: Branch
+    history: History
+    before: tuple[dict[str, Any], ...]  # messages that `new` follows, as texts; empty at the beginning of a branch
+    new: NDArray[np.int32]  # tokens to be appended to the branch before the answer
+    tokens: NDArray[np.int32]  # all that precedes the answer
+
+
+@dataclass
+class Session:
+    """Conversations of one API key. Its methods are called from one thread."""
+
+    key: str
+    seed: int
+    renderer: HistoryRenderer
+    turns: int  # most answers
+    tokens: int  # most sampled tokens, of all branches
+    branches: list[Branch] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of requests, answers, refusals by code, and parameters that were overridden."""
+    failure: RatchetError | None = None  # by which the engines could not answer
+    overridden: dict[str, JsonValue] = field(default_factory=dict)  # by parameter, the value that was asked for last
+    _births: Counter[bytes] = field(default_factory=Counter)
+    _open: int = 0  # questions that are under way
+
+    def note(self, refusal: Refused) -> None:
+        """Count a refusal; the first ones are kept."""
+        self.counts[f"refused/{refusal.code}"] += 1
+        if len(self.refused) < _SHOWN:
+            self.refused.append(str(refusal))
+
+    def override(self, asked: Mapping[str, JsonValue]) -> None:
+        """Record parameters that have no effect."""
+        self.overridden |= asked
+        self.counts.update(f"overridden/{name}" for name in asked)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.tokens - self.counts["tokens"]
+
+    def ask(self, history: History) -> Asked:
+        """Find the branch that a history goes on with, or begin one. Raises Refused: the session is at its limits;
+        InputError: the template refuses the messages."""
+        for name, most in (("answers", self.turns), ("tokens", self.tokens)):
+            if self.counts[name] + (name == "answers") * self._open >= most:
+                raise Refused(f"the session has its {most} {name}: it accepts no more", "session_limit")
+        asked = self._continued(history) or self._begun(history)
+        self._open += 1
+        return asked
+
+    def answered(self, asked: Asked, answer: Answer, text: str, parts: Parts) -> Message:
+        """Append an answer, whose text was `text`; the message that the client is given."""
+        row, calls = asked.branch.row, tuple(self._call(asked, *one) for one in enumerate(parts.calls))
+        if len(asked.new):
+            row.observe(asked.new, _role(asked.history), **_results(asked.history))
+        told = [{"name": name, "arguments": given} for name, given in parts.calls]
+        row.answer(answer, **({"calls": json.dumps(told)} if told else {}))
+        message = Message(ASSISTANT, parts.content, calls, reasoning=parts.reasoning)
+        texts = (*(asked.before or asked.history.rendered()), {"role": ASSISTANT, "content": text})
+        asked.branch.ends.append(_End(asked.history.then(message), texts, len(row.turns)))
+        self.counts.update(answers=1, tokens=len(answer.tokens))
+        self._released(asked)
+        return message
+
+    def unanswered(self, asked: Asked) -> None:
+        """Forget a question that has no answer: asked again, it is the same one."""
+        if not asked.branch.ends:
+            self._births[asked.tokens.tobytes()] -= 1
+        self._released(asked)
+
+    def _released(self, asked: Asked) -> None:
+        asked.branch.taken = False
+        self._open -= 1
+
+    @property
+    def sampled(self) -> list[Branch]:
+        """The branches that have an answer of their own, in the order of their beginning."""
+        return [one for one in self.branches if one.ends]
+
+    def _continued(self, history: History) -> Asked | None:
+        """The branch whose answer has most of the history before it; None if there is none, or it cannot be kept."""
+        ends = [(branch, end) for branch in self.branches for end in branch.ends if history.after(end.history)]
+        if not ends:
+            return None
+        branch, end = max(ends, key=lambda one: len(one[1].texts))
+        new = history.after(end.history)
+        ids = self.renderer.following(end.texts, new, history.shown_tools, branch.last(end.turns))
+        if ids is None:
+            return self._begun(history, "template")
+        texts, given = (*end.texts, *new), np.asarray(ids, np.int32)
+        if end is branch.ends[-1] and not branch.taken:
+            branch.taken = True
+            return Asked(branch, history, texts, given, np.concatenate([branch.row.tokens, given]))
+        row = branch.copied(end.turns)
+        tokens = np.concatenate([row.tokens, given])
+        return Asked(self._born(history, "again", row, tokens, branch.number), history, texts, given, tokens)
+
+    def _why(self, history: History) -> Why:
+        if not self.branches:
+            return "first"
+        if any(one.began == history for one in self.branches):
+            return "again"
+        ends = [end.history._replace(tools=history.tools) for one in self.branches for end in one.ends]
+        return "tools" if any(map(history.after, ends)) else "edited"
+
+    def _begun(self, history: History, why: Why | None = None) -> Asked:
+        tokens = np.asarray(self.renderer.first(history.rendered(), history.shown_tools), np.int32)
+        branch = self._born(history, why or self._why(history), Trajectory(tokens), tokens, None)
+        return Asked(branch, history, (), np.empty(0, np.int32), tokens)
+
+    def _born(
+        self, history: History, why: Why, row: Trajectory, tokens: NDArray[np.int32], parent: int | None
+    ) -> Branch:
+        """A branch. Its seed follows from that of the session, from the tokens before its first answer, and from the
+        number of branches that began there: not from the order of requests for different answers."""
+        place = tokens.tobytes()
+        born = hashlib.blake2b(f"{self.seed}/{self._births[place]}/".encode() + place, digest_size=8).digest()
+        self._births[place] += 1
+        branch = Branch(len(self.branches), why, int.from_bytes(born) >> 2, row, history, parent, taken=True)
+        self.branches.append(branch)
+        return branch
+
+    def _call(self, asked: Asked, number: int, call: tuple[str, str]) -> Call:
+        """A call with an id that no other one of the session has."""
+        return Call(f"call_{asked.branch.number}_{len(asked.branch.row.turns)}_{number}", *call)
+
+
+def _role(history: History) -> str:
+    """Role of what is new: of the last message, in the words of `storage.schema.TURN`."""
+    role = history.messages[-1].role
+    return role if role in ("tool", "user") else "environment"
+
+
+def _results(history: History) -> dict[str, str]:
+    found: list[dict[str, Any]] = []
+    for one in reversed(history.messages):
+        if one.role != "tool":
+            break
+        found.insert(0, {"id": one.call_id, "content": one.content})
+    return {"results": json.dumps(found)} if found else {}

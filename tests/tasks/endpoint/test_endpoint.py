@@ -1,0 +1,172 @@
+"""The endpoint under the unmodified `openai` client."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from tests.tasks.endpoint.talking import DROPPING, check_rows, codec_of, talking
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    return codec_of(tmp_path_factory.mktemp("model"))
+
+
+def client(url, session):
+    return openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=0)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def ask(url, session, messages, **more):
+    async def once():
+        async with client(url, session) as one:
+            return await one.chat.completions.create(model="policy", messages=messages, **more)
+
+    return asyncio.run(once())
+
+
+def test_a_conversation_with_tools_keeps_the_sampled_tokens(codec):
+    def says(text, seed):
+        return "it is 3" if "<|tool|>" in text else 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    with talking(codec, says) as (endpoint, policy, url):
+        session = endpoint.open(5)
+        messages = [user("one and two")]
+        first = ask(url, session, messages, tools=[ADD]).choices[0]
+        assert first.finish_reason == "tool_calls"
+        (call,) = first.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        last = ask(url, session, messages, tools=[ADD])
+        assert last.choices[0].message.content == "it is 3"
+        endpoint.close(session)
+    (branch,) = session.sampled
+    assert [turn["role"] for turn in branch.row.turns] == ["assistant", "tool", "assistant"]
+    assert json.loads(branch.row.turns[0]["calls"]) == [{"name": "add", "arguments": '{"a": 1}'}]
+    assert json.loads(branch.row.turns[1]["results"]) == [{"id": call.id, "content": "3"}]
+    assert last.usage.prompt_tokens == len(policy.asked[1][0])
+    check_rows(session, policy)
+
+
+def test_an_edited_history_begins_a_branch(codec):
+    with talking(codec, lambda text, seed: f"three {seed % 1000}") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        first = ask(url, session, [user("one")]).choices[0].message
+        second = ask(url, session, [user("one"), first, user("two")]).choices[0].message
+        edited = [user("one"), {"role": "assistant", "content": "other"}, user("two")]
+        ask(url, session, edited)
+        ask(url, session, [user("one"), first, user("two"), second, user("two")])
+        ask(url, session, [user("one"), first, user("two")])
+    branches = session.sampled
+    assert [(one.why, one.parent) for one in branches] == [("first", None), ("edited", None), ("again", 0)]
+    assert [one.row.answers for one in branches] == [3, 1, 2]
+    assert len({one.seed for one in branches}) == 3
+    check_rows(session, policy)
+
+
+def test_branches_of_one_history_do_not_share_noise(codec):
+    with talking(codec, lambda text, seed: str(seed)) as (endpoint, _, url):
+        session, twin = endpoint.open(5), endpoint.open(5)
+        texts = [[c.message.content for c in ask(url, one, [user("one")], n=4).choices] for one in (session, twin)]
+        other = ask(url, endpoint.open(6), [user("one")]).choices[0].message.content
+    assert len({*texts[0], other}) == 5
+    assert texts[0] == texts[1]  # a session that is repeated has the same noise
+
+
+def test_a_template_that_drops_what_was_sampled_begins_a_branch(tmp_path):
+    codec = codec_of(tmp_path, DROPPING)
+    with talking(codec, lambda text, seed: "<think>one</think>two") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        first = ask(url, session, [user("one")]).choices[0].message
+        assert (first.content, first.reasoning_content) == ("two", "one")
+        ask(url, session, [user("one"), {"role": "assistant", "content": "two"}, user("two")])
+    assert [one.why for one in session.sampled] == ["first", "template"]
+    check_rows(session, policy)
+
+
+def test_requests_at_once_of_one_history(codec):
+    async def several(url, session):
+        async with client(url, session) as one:
+            asks = [one.chat.completions.create(model="policy", messages=[user(str(n % 3))]) for n in range(12)]
+            first = await asyncio.gather(*asks)
+            more = [
+                one.chat.completions.create(
+                    model="policy", messages=[user(str(n % 3)), found.choices[0].message, user("two")]
+                )
+                for n, found in enumerate(first)
+            ]
+            return await asyncio.gather(*more)
+
+    with talking(codec, lambda text, seed: f"one {seed % 7}") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        asyncio.run(several(url, session))
+    assert session.counts["answers"] == 24
+    check_rows(session, policy)
+
+
+def test_streams_and_stop_texts(codec):
+    async def streamed(url, session):
+        async with client(url, session) as one:
+            found = await one.chat.completions.create(
+                model="policy", messages=[user("one")], stream=True, stop=["is"], stream_options={"include_usage": True}
+            )
+            return [chunk async for chunk in found]
+
+    with talking(codec, lambda text, seed: "and one " * 20 + "is two") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        chunks = asyncio.run(streamed(url, session))
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        ask(url, session, [user("one"), {"role": "assistant", "content": text}, user("two")])
+    assert text == "and one " * 20
+    assert len(chunks) > 3
+    assert chunks[-1].usage.completion_tokens == len(policy.asked[0][1])
+    assert policy.asked[0][3].stop == ("is",)
+    assert [one.row.answers for one in session.sampled] == [2]
+    check_rows(session, policy)
+
+
+def test_texts_are_completed(codec):
+    def complete(url, session, prompt, **more):
+        with openai.OpenAI(base_url=url, api_key=session.key, max_retries=0) as one:
+            return one.completions.create(model="policy", prompt=prompt, **more).choices[0].text
+
+    with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        said = complete(url, session, "one and ")
+        complete(url, session, f"one and {said}<|end|> is")
+        complete(url, session, f"one and {said} is")  # without the stop token that was sampled
+    assert [(one.why, one.row.answers) for one in session.sampled] == [("first", 2), ("template", 1)]
+    check_rows(session, policy)
+
+
+def test_a_request_repeated_after_a_lost_connection_is_not_sampled_again(codec):
+    with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        for count in ("0", "1"):
+            ask(url, session, [user("one")], extra_headers={"x-stainless-retry-count": count})
+        assert len(policy.asked) == 1
+        ask(url, session, [user("one")])
+    assert [one.why for one in session.sampled] == ["first", "again"]
+
+
+def test_sampling_of_the_run_is_kept(codec):
+    with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        ask(url, session, [user("one")], temperature=0.2, seed=1, max_tokens=7, top_p=1.0, presence_penalty=0)
+        how = policy.asked[0][3]
+    assert (how.temperature, how.max_tokens) == (1.0, 7)
+    assert session.overridden == {"temperature": 0.2, "seed": 1}
+    with talking(codec, lambda text, seed: "two", sampling="refuse") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(url, session, [user("one")], temperature=0.2)
+        assert (refused.value.code, refused.value.param) == ("sampling_of_the_run", "temperature")
+        assert not policy.asked
+        assert session.counts["refused/sampling_of_the_run"] == 1

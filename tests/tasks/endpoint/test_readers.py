@@ -1,0 +1,32 @@
+"""From the text of an answer to its parts."""
+
+import pytest
+
+from storage.errors import InputError
+from tasks.endpoint.answers import ForeignReader, by_tags
+from tests.tasks.data.chat_model import chat_model
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def test_the_form_that_is_built_in():
+    assert by_tags(f"<think>one</think>\n\nso {CALL}{CALL}", [ADD]) == ("so", "one", (("add", '{"a": 1}'),) * 2)
+    assert by_tags(f"one</think>{CALL}", [ADD]) == ("", "one", (("add", '{"a": 1}'),))  # the prompt opened the block
+    assert by_tags(CALL, []) == (CALL, None, ())
+    for wrong in ("<tool_call>{</tool_call>", "<tool_call>[1]</tool_call>", '<tool_call>{"a": 1}</tool_call>'):
+        assert by_tags(wrong, [ADD]) == (wrong, None, ())
+
+
+@pytest.mark.slow
+def test_parsers_of_vllm(tmp_path):
+    model = str(chat_model(tmp_path))
+    with ForeignReader(model, "hermes", "") as read:
+        assert read(f"so {CALL}", [ADD]) == ("so ", None, (("add", '{"a": 1}'),))
+        assert read("so", [ADD]) == ("so", None, ())
+
+
+@pytest.mark.full
+def test_a_parser_that_vllm_does_not_have(tmp_path):
+    with pytest.raises(InputError, match="no tool parser 'telepathy'"):
+        ForeignReader(str(chat_model(tmp_path)), "telepathy", "")

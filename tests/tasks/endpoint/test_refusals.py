@@ -1,0 +1,106 @@
+"""Requests that are refused: typed, recorded, bounded, in the form of OpenAI."""
+
+import json
+
+import httpx
+import pytest
+
+from storage.errors import WorkerLost
+from tests.tasks.endpoint.talking import codec_of, talking
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory):
+    return codec_of(tmp_path_factory.mktemp("model"))
+
+
+GOOD = {"model": "policy", "messages": [{"role": "user", "content": "one"}]}
+
+
+def post(url, key, body):
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx.post(f"{url}/chat/completions", content=sent, headers={"authorization": f"Bearer {key}"})
+    return answer.status_code, answer.json().get("error")
+
+
+def with_message(**more):
+    return {**GOOD, "messages": [{"role": "user", "content": "one", **more}]}
+
+
+FLAWED = {
+    "another model": ({**GOOD, "model": "gpt-9"}, 404, "model_not_found", "model"),
+    "unknown parameter": ({**GOOD, "tempreature": 1}, 400, "unknown_parameter", "tempreature"),
+    "other type": ({**GOOD, "n": "many"}, 400, "invalid_value", "n"),
+    "too many": ({**GOOD, "n": 1000}, 400, "invalid_value", "n"),
+    "no messages": ({**GOOD, "messages": []}, 400, "invalid_value", "messages"),
+    "unknown role": (with_message(role="oracle"), 400, "invalid_value", "messages.0.role"),
+    "image": (with_message(content=[{"type": "image_url"}]), 400, "unsupported_content", "messages[0].content"),
+    "field of a message": (with_message(cache=1), 400, "unknown_parameter", "messages[0].cache"),
+    "1 MB of text": (with_message(content="one " * 300_000), 413, "request_too_large", None),
+    "longer than the model": (with_message(content="one " * 9000), 400, "context_length_exceeded", "messages"),
+    "broken UTF-8": (json.dumps(GOOD).encode().replace(b"one", b"\xff\xfe"), 400, "invalid_encoding", None),
+    "no JSON": (b"{", 400, "invalid_json", None),
+    "deep": (b"[" * 200_000, 400, "invalid_json", None),
+    "no table": (b"[]", 400, "invalid_value", ""),
+    "lone surrogate": (
+        b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        400,
+        "invalid_encoding",
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def served(codec):
+    with talking(codec, lambda text, seed: "two") as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", FLAWED)
+def test_flawed_requests(served, name):
+    endpoint, policy, url = served
+    body, status, code, param = FLAWED[name]
+    session, before = endpoint.open(5), len(policy.asked)
+    found, error = post(url, session.key, body)
+    assert (found, error["type"]) == (status, "invalid_request_error")
+    assert (error["code"], error["param"]) == (code, param)
+    assert len(error["message"]) < 500
+    assert session.counts[f"refused/{code}"] == 1
+    assert session.refused == [error["message"]]
+    assert len(policy.asked) == before
+    assert post(url, session.key, GOOD)[0] == 200  # the session goes on
+
+
+def test_a_foreign_session(codec):
+    with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
+        session = endpoint.open(5)
+        endpoint.close(session)
+        for key in ("sk-other", session.key, "Bearer"):
+            assert post(url, key, GOOD)[1]["code"] == "invalid_api_key"
+        assert endpoint.strangers == 3
+        assert not policy.asked
+
+
+def test_limits_of_a_session(codec):
+    with talking(codec, lambda text, seed: "two") as (endpoint, _, url):
+        few, short = endpoint.open(5, turns=2), endpoint.open(5, tokens=6)
+        found = [post(url, few.key, {**GOOD, "n": n})[0] for n in (3, 2, 1)]
+        assert found == [400, 200, 400]
+        assert [post(url, short.key, GOOD)[0] for _ in range(3)] == [200, 200, 400]
+        assert [sum(len(one.row.tokens) - len(one.row.prompt) for one in short.sampled)] == [6]
+
+
+def test_engines_that_are_lost_are_no_answer(codec):
+    def lost(text, seed):
+        raise WorkerLost("the engine has ended")
+
+    with talking(codec, lost) as (endpoint, _, url):
+        session = endpoint.open(5)
+        assert post(url, session.key, GOOD) == (503, {
+            "message": "the engines cannot answer; the run says why", "type": "server_error", "param": None,
+            "code": "unavailable",
+        })  # fmt: skip
+        assert not session.sampled
+        with pytest.raises(WorkerLost):
+            endpoint.close(session)
