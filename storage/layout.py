@@ -106,9 +106,9 @@ def is_piece(key: str) -> bool:
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
 
 
-def increment_key(run: str, iteration: int, stage: str, revision: int, piece: str, number: int) -> str:
-    """Record of tokens by which responses of a piece have grown, which is durable before the piece is."""
-    return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.increments/{piece}.{number:05d}.json"
+def increment_key(piece: str, number: int) -> str:
+    """Record of tokens by which responses of the piece with that key have grown, which is durable before the piece."""
+    return f"{piece.replace('.pieces/', '.increments/').removesuffix('.json')}.{number:05d}.json"
 
 
 def piece_of_increment(key: str) -> str | None:

@@ -33,14 +33,14 @@ class PieceRecord(BaseModel, frozen=True, extra="forbid"):
 def find_piece(writer: PartWriter, name: str) -> Part | None:
     """The part that was kept as piece `name` of the writer's stage, or None."""
     try:
-        return read_piece(writer.root, _key(writer, name))
+        return read_piece(writer.root, piece_key(writer, name))
     except NotCommitted:
         return None
 
 
 def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
     """Record `part` as piece `name`; returns the part of the first writer."""
-    key = _key(writer, name)
+    key = piece_key(writer, name)
     return part if records.publish(writer.root, key, PieceRecord(part=part)) else read_piece(writer.root, key)
 
 
@@ -82,22 +82,22 @@ class IncrementRecord(BaseModel, frozen=True, extra="forbid"):
             yield Grown(row, first, tokens[end - length : end], logprobs[end - length : end])
 
 
-def find_increments(writer: PartWriter, piece: str) -> list[IncrementRecord]:
-    """Increments that were kept of the piece `piece`, in order."""
+def find_increments(root: Root, piece: str) -> list[IncrementRecord]:
+    """Increments that were kept of the piece with the key `piece`, in order."""
     found: list[IncrementRecord] = []
     for number in itertools.count():
         try:
-            found.append(records.read(writer.root, _increment_key(writer, piece, number), IncrementRecord))
+            found.append(records.read(root, layout.increment_key(piece, number), IncrementRecord))
         except NotCommitted:
             break
     return found
 
 
-def keep_increment(writer: PartWriter, piece: str, number: int, record: IncrementRecord) -> int:
-    """Record increments of the piece `piece` under `number`, or the next one that is free; returns the number that
-    follows."""
-    key = partial(_increment_key, writer, piece)
-    number = _publish_numbered(writer.root, key, record, number)
+def keep_increment(root: Root, piece: str, number: int, record: IncrementRecord) -> int:
+    """Record increments of the piece with the key `piece` under `number`, or the next one that is free; returns the
+    number that follows."""
+    key = partial(layout.increment_key, piece)
+    number = _publish_numbered(root, key, record, number)
     reached(Point.MID_RESPONSE, key(number))
     return number + 1
 
@@ -110,11 +110,8 @@ def read_piece(root: Root, key: str) -> Part:
     return part
 
 
-def _increment_key(writer: PartWriter, piece: str, number: int) -> str:
-    return layout.increment_key(writer.run, writer.iteration, writer.stage, writer.revision, piece, number)
-
-
-def _key(writer: PartWriter, name: str) -> str:
+def piece_key(writer: PartWriter, name: str) -> str:
+    """Key of the record of piece `name` of the writer's stage."""
     return layout.piece_key(writer.run, writer.iteration, writer.stage, writer.revision, name)
 
 

@@ -27,6 +27,7 @@ from tasks.engine.protocol import (
     EngineSpec,
     Every,
     Finished,
+    Increment,
     InFlight,
     Sampling,
     TokenIds,
@@ -109,6 +110,7 @@ class BaseEngine(EngineProtocol, ABC):
         sampling: Sampling,
         begun: Sequence[Begun] = (),
         every: Every | None = None,
+        name: str = "",
     ) -> None:
         self._check_usable()
         self.spec.check_batch(number, prompts)
@@ -120,9 +122,10 @@ class BaseEngine(EngineProtocol, ABC):
         finished, self._finished = self._finished, []
         return Collected(finished, sum(one.completions.num_rows for one in finished))
 
-    def drop(self) -> None:
+    def drop(self) -> Mapping[str, Sequence[Increment]]:
         self._queue.clear()
         self._finished.clear()
+        return {}
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         self._check_usable()

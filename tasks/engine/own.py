@@ -152,6 +152,7 @@ _CHECKS = {
     "commit_update": _of_kind(EngineIdentity),
     "abort_update": _of_kind(bool),
     "held": _of_kind(dict),
+    "drop": _of_kind(dict),
     "sleep": _of_kind(bool),
 }
 

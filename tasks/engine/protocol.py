@@ -200,7 +200,8 @@ def weights_digest(digests: Mapping[str, str]) -> str:
 
 class EngineProtocol(Protocol):
     """One engine. One call at a time, but it samples many batches at once: `enqueue` them, and `collect` what is done.
-    Every other call drops what was queued and not collected: whoever queued it is gone."""
+    Every other call drops what was queued and not collected: whoever queued it is gone. The next `drop` gives what was
+    sampled of it."""
 
     def identity(self) -> EngineIdentity:
         """Identity of the weights that the engine holds."""
@@ -222,18 +223,24 @@ class EngineProtocol(Protocol):
         sampling: Sampling,
         begun: Sequence[Begun] = (),
         every: Every | None = None,
+        name: str = "",
     ) -> None:
         """Queue a batch to be sampled as by `generate`, beside those that are under way, and return at once. `collect`
         names the batch by `number`; each is under way once. Responses go on from what is `begun`, one for each prompt,
         and are whole in the end; an engine whose responses depend on prompt and seed alone may sample all of them
-        again. With `every`, `collect` gives increments. Raises InputError, SyncMismatch: as `generate`."""
+        again. With `every`, `collect` gives increments. `name` is that by which `drop` knows the batch; without one
+        nothing is given of it. Raises InputError, SyncMismatch: as `generate`."""
 
     def collect(self, wait_s: float) -> Collected:
         """Sample until a batch is finished, for at most `wait_s` seconds and a step; at once if none is under way."""
         ...
 
-    def drop(self) -> None:
-        """Forget every batch that is under way."""
+    def drop(self) -> Mapping[str, Sequence[Increment]]:
+        """Forget every batch that is under way. Returns by name what was sampled of these batches, and of those that
+        other calls have dropped since the last time, and may not be known: nothing whose increments were collected
+        before the last `collect`. Of a response that had ended its last token lacks, from which it ends again. An
+        engine that gives no increments has nothing."""
+        ...
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """Log-probability of each token given those before it, at temperature 1. Returns for each sequence float32 nats

@@ -2,18 +2,19 @@
 
 from collections.abc import Sequence
 
-from storage.parts import PartWriter
+from storage.backends.root import Root
 from storage.unfinished import Grown, IncrementRecord, find_increments, keep_increment
 from tasks.engine.protocol import NOTHING, Begun, Increment
+from tasks.workers.engines import EngineHandle
 
 
 class Growth:
     """The increments of some pieces, by the place of a piece among them."""
 
-    def __init__(self, writer: PartWriter, pieces: Sequence[str]) -> None:
-        """Find what earlier processes have stored of them."""
-        self._writer, self._pieces = writer, pieces
-        self._stored = [find_increments(writer, piece) for piece in pieces]
+    def __init__(self, root: Root, pieces: Sequence[str]) -> None:
+        """Find what earlier processes have stored of the pieces with these keys."""
+        self._root, self.pieces = root, pieces
+        self._stored = [find_increments(root, piece) for piece in pieces]
         self._next = [len(records) for records in self._stored]
 
     def begun(self, place: int, rows: int) -> list[Begun]:
@@ -27,7 +28,16 @@ class Growth:
 
     def keep(self, place: int, increments: Sequence[Increment]) -> None:
         """Store increments of a piece, all of one weight version."""
-        record = IncrementRecord.of(
-            [Grown(one.row, one.first, *one.grown) for one in increments], increments[0].weight_version
-        )
-        self._next[place] = keep_increment(self._writer, self._pieces[place], self._next[place], record)
+        self._next[place] = keep_increment(self._root, self.pieces[place], self._next[place], _record(increments))
+
+
+def keep_left(root: Root, engines: Sequence[EngineHandle]) -> None:
+    """Store what engines have sampled of pieces for which nobody waits any more: others go on from there."""
+    for engine in engines:
+        for piece, left in engine.drop().items():
+            keep_increment(root, piece, len(find_increments(root, piece)), _record(left))
+
+
+def _record(increments: Sequence[Increment]) -> IncrementRecord:
+    grown = [Grown(one.row, one.first, *one.grown) for one in increments]
+    return IncrementRecord.of(grown, increments[0].weight_version)

@@ -20,7 +20,7 @@ from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.turns import finish_reasons, of_each_token, one_turn, sampled_lengths
-from storage.unfinished import find_piece, keep_piece
+from storage.unfinished import find_piece, keep_piece, piece_key
 from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Every, Sampling, token_rows
 from tasks.stages.context import Portion
@@ -178,7 +178,7 @@ class _Sampler:
             pieces[index] = told(self._store(index, groups[index], self._table(groups[index], completions)))
 
         wanted = [groups[index] for index in missing]
-        self._sample(engines, wanted, store, Growth(self.work.writer, [self._name(one) for one in wanted]))
+        self._sample(engines, wanted, store, Growth(self.work.root, [self._key(one) for one in wanted]))
         return [pieces[index] for index in range(len(groups))]
 
     def _kept(self, groups: Groups) -> Piece | None:
@@ -198,6 +198,9 @@ class _Sampler:
         first = groups.position - self.cursor
         decides = [self.served.digest, self.work.config.engine.precision]
         return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"
+
+    def _key(self, groups: Groups) -> str:
+        return piece_key(self.work.writer, self._name(groups))
 
     def _stored(self, part: Part) -> pa.Table:
         return read_parts(self.work.root, [part], ROLLOUT)
@@ -224,8 +227,8 @@ class _Sampler:
         batches: list[Batch] = []
         for place, one in enumerate(groups):
             rows = token_rows(self._repeated(one)["prompt_tokens"])
-            begun = growth.begun(place, len(rows)) if growth else ()
-            batches.append(Batch(rows, self._seeds(one), begun))
+            begun, name = (growth.begun(place, len(rows)), growth.pieces[place]) if growth else ((), "")
+            batches.append(Batch(rows, self._seeds(one), begun, name))
         ahead, every = 2 * self.work.config.engine.max_num_seqs, self.work.config.rollout.increments
         growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
         told, version = self.work.context.go_on, self.served.weight_version

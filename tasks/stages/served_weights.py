@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from tasks.engine.protocol import EngineIdentity
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import local_copy, release, trainers
+from tasks.stages.increments import keep_left
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.transaction import deliver
@@ -33,8 +34,9 @@ def rest(context: RunContext, prepared: Prepared) -> None:
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
     """Engines that hold the weights that the weight-sync stage `served` recorded. An engine that is new, or holds
     something else, gets them from the trainer ranks, if they hold the train state of that iteration, else from its
-    stored weights alone: the ranks still hold what they held before. The other engines are left alone. The trainer
-    ranks release what `train.memory` names. Raises SyncMismatch: the stored state gives other weights than those
+    stored weights alone: the ranks still hold what they held before. The other engines are left alone. Nothing is in
+    flight at any of them, and what an interrupted rollout had there is stored. The trainer ranks release what
+    `train.memory` names. Raises SyncMismatch: the stored state gives other weights than those
     recorded, or they did not arrive."""
     if not context.beside:
         release(context, trainers(context, prepared))
@@ -44,6 +46,7 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
     if lacking:
         with context.turn:
             _bring(context, prepared, served, lacking)
+    keep_left(context.root, engines)
     return engines
 
 

@@ -32,6 +32,7 @@ class Batch:
     prompts: Sequence[TokenIds]
     seeds: Sequence[int]
     begun: Sequence[Begun] = ()
+    name: str = ""  # as `EngineProtocol.enqueue`
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class _Shared:
     def _enqueue(self, number: int, engine: EngineHandle) -> None:
         batch, every = self._batches[number], None if self._growing is None else self._growing.every
         begun = self._begun[number] if any(len(one.tokens) for one in self._begun[number]) else ()
-        engine.enqueue(number, batch.prompts, batch.seeds, self._how, begun, every)
+        engine.enqueue(number, batch.prompts, batch.seeds, self._how, begun, every, batch.name)
 
     def stop(self) -> None:
         """Let every thread end once the call that it waits for has returned."""

@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
-from storage.reader import row_views
 from tasks.data.backends import Plain
 from tasks.data.generated import character_tokenizer
 from tasks.data.token_bytes import token_bytes
@@ -22,15 +21,14 @@ from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (
     COMPLETIONS,
     Arrived,
-    Begun,
     Collected,
     EngineIdentity,
     EngineProtocol,
     Finished,
-    Increment,
     weights_digest,
 )
 from tests.small.channel import SmallEnd, tensors_of
+from tests.small.growing import going_on, grown
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, read_facts
@@ -47,11 +45,6 @@ def replace_file(path, content):
     """Write a file whose earlier version the store may have taken as a part: replace it, do not change it in place."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
-
-
-def responses_of(batch):
-    """Tokens and log-probabilities of each response."""
-    return [Begun(*one) for one in zip(*(row_views(pa.chunked_array([batch[at]])) for at in (0, 1)), strict=True)]
 
 
 def logprobs_of(weights, sequence):
@@ -267,6 +260,7 @@ class SmallEngine(EngineProtocol):
         self._digest, self._version = None, None
         self._unusable, self._update, self._arrived = None, None, None
         self._queued, self._sampled = [], {}  # batches; whole responses of one that is not finished
+        self._left = {}  # what the next `drop` gives
 
     def identity(self):
         held = None if self._unusable else self._version
@@ -281,7 +275,7 @@ class SmallEngine(EngineProtocol):
         if names != sorted(LAYERS):
             raise SyncMismatch(f"the plan has {names}, but the model {LAYERS}")
         self._update, self._arrived = (plan, channel, first_receiver), None
-        self.drop()
+        self._left = self.drop()
         return plan_digest(plan)
 
     def receive_update(self):
@@ -343,44 +337,30 @@ class SmallEngine(EngineProtocol):
         ]
         return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
 
-    def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None):
+    def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None, name=""):
         there = [len(one.tokens) for one in begun] or [0] * len(prompts)
-        self._queued.append((number, prompts, seeds, sampling, begun, every, there))
+        self._queued.append((number, prompts, seeds, sampling, begun, every, there, name))
 
     def collect(self, wait_s):
         """Finish one batch after another, as on CPU; each call lets the responses of the first grow once, or end."""
         if not self._queued:
             return Collected([], 0)
-        number, prompts, seeds, sampling, begun, every, there = self._queued[0]
+        number, prompts, seeds, sampling, begun, every, there, _ = self._queued[0]
         whole = self._sampled.get(number) or self.generate(prompts, seeds, sampling)
         self._sampled[number] = whole
-        if every is not None and (increments := self._grown(number, whole, there, every.tokens)):
-            return Collected([], 0, increments)
+        if every is not None and (some := grown(number, whole, there, every.tokens, self._version)):
+            return Collected([], 0, some)
         self._queued.pop(0), self._sampled.pop(number)
-        return Collected([Finished(number, self._going_on(whole, begun), self._version)], whole.num_rows)
-
-    def _grown(self, number, whole, there, tokens):
-        """Increments of so many tokens, of the responses that have more than that left."""
-        increments = []
-        for row, response in enumerate(responses_of(whole)):
-            first, end = there[row], there[row] + tokens
-            if end < len(response.tokens):
-                grown = Begun(*(one[first:end] for one in response))
-                increments.append(Increment(number, row, first, grown, self._version))
-                there[row] = end
-        return increments
-
-    def _going_on(self, whole, begun):
-        """Responses that are what was begun, and behind it what is sampled now."""
-        if not begun:
-            return whole
-        pairs = zip(begun, responses_of(whole), strict=True)
-        made = [one.grown(Begun(*(values[len(one.tokens) :] for values in response))) for one, response in pairs]
-        columns = [pa.array([one[at] for one in made], COMPLETIONS.types[at]) for at in (0, 1)]
-        return pa.RecordBatch.from_arrays([*columns, whole["finish_reason"]], schema=COMPLETIONS)
+        return Collected([Finished(number, going_on(whole, begun), self._version)], whole.num_rows)
 
     def drop(self):
+        """Forget batches, and give what was sampled: each response is a token ahead of what was told of it."""
+        left, self._left = self._left, {}
+        for number, *_, there, name in self._queued:
+            if name and number in self._sampled:
+                left[name] = [*left.get(name, []), *grown(number, self._sampled[number], there, 1, self._version)]
         self._queued.clear(), self._sampled.clear()
+        return {name: some for name, some in left.items() if some}
 
     def score(self, sequences):
         self._check_usable()

@@ -6,7 +6,15 @@ import pytest
 from storage import layout
 from storage.errors import DigestMismatch
 from storage.parts import PartWriter
-from storage.unfinished import Grown, IncrementRecord, find_increments, find_piece, keep_increment, keep_piece
+from storage.unfinished import (
+    Grown,
+    IncrementRecord,
+    find_increments,
+    find_piece,
+    keep_increment,
+    keep_piece,
+    piece_key,
+)
 from tasks.stages.names import Stage
 
 
@@ -40,31 +48,34 @@ def grown(*tokens, row=0, first=0):
 
 
 def test_increments_are_found_again_in_order(any_root):
-    writer = PartWriter(any_root, "run", 1, Stage.ROLLOUT)
-    assert find_increments(writer, "a") == []
+    piece = layout.piece_key("run", 1, Stage.ROLLOUT, 0, "a")
+    assert piece == piece_key(PartWriter(any_root, "run", 1, Stage.ROLLOUT), "a")
+    assert find_increments(any_root, piece) == []
     some = [[grown(5, 6), grown(7, row=3)], [grown(2**31 - 1, first=2), grown(row=1)]]
     made = [IncrementRecord.of(one, 4) for one in some]
-    assert [keep_increment(writer, "a", number, one) for number, one in enumerate(made)] == [1, 2]
-    assert find_increments(writer, "a") == made
+    assert [keep_increment(any_root, piece, number, one) for number, one in enumerate(made)] == [1, 2]
+    assert find_increments(any_root, piece) == made
     for record, expected in zip(made, some, strict=True):
         for mine, theirs in zip(record.grown(), expected, strict=True):
             assert mine[:2] == theirs[:2]
             for one, other in zip(mine[2:], theirs[2:], strict=True):
                 assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
-    assert find_increments(writer, "b") == find_increments(PartWriter(any_root, "run", 1, Stage.REWARD), "a") == []
+    others = ((Stage.ROLLOUT, 0, "b"), (Stage.ROLLOUT, 1, "a"), (Stage.REWARD, 0, "a"))
+    assert all(find_increments(any_root, layout.piece_key("run", 1, *one)) == [] for one in others)
 
 
 def test_an_increment_of_another_process_is_kept(any_root):
-    writer = PartWriter(any_root, "run", 1, Stage.ROLLOUT)
+    piece = layout.piece_key("run", 1, Stage.ROLLOUT, 0, "a")
     theirs, ours = (IncrementRecord.of([grown(token)], 4) for token in (1, 2))
-    assert keep_increment(writer, "a", 0, theirs) == 1
-    assert keep_increment(writer, "a", 0, theirs) == 1  # its own write, whose answer was lost
-    assert keep_increment(writer, "a", 0, ours) == 2
-    assert find_increments(writer, "a") == [theirs, ours]
+    assert keep_increment(any_root, piece, 0, theirs) == 1
+    assert keep_increment(any_root, piece, 0, theirs) == 1  # its own write, whose answer was lost
+    assert keep_increment(any_root, piece, 0, ours) == 2
+    assert find_increments(any_root, piece) == [theirs, ours]
 
 
 def test_the_key_of_an_increment_names_its_piece():
-    key = layout.increment_key("run", 1, Stage.ROLLOUT, 2, "000-004.a", 7)
-    assert layout.piece_of_increment(key) == layout.piece_key("run", 1, Stage.ROLLOUT, 2, "000-004.a")
+    piece = layout.piece_key("run", 1, Stage.ROLLOUT, 2, "000-004.a")
+    key = layout.increment_key(piece, 7)
+    assert layout.piece_of_increment(key) == piece
     assert layout.piece_of_increment(layout.piece_key("run", 1, Stage.ROLLOUT, 2, "a")) is None
     assert not layout.is_piece(key) and not layout.is_stray(key)

@@ -98,11 +98,11 @@ class Core:
             self.go_on()
 
     def step(self) -> list[Answer]:
-        """Answers to what ended or is told in the next step, forgotten requests among them. Some must be under way."""
+        """Answers to what ended, was forgotten or is told in the next step. Some must be under way."""
         return [_answer(output) for output in self._client.get_output().outputs]
 
     def forget(self, names: Sequence[str]) -> None:
-        """End requests without an answer."""
+        """End requests: those that have not ended yet are answered with what was sampled, and the reason `abort`."""
         self._client.abort_requests(list(names))
 
     def workers(self, method: str, **options: Any) -> list[Any]:

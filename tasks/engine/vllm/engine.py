@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +57,29 @@ class Batch:
     """Requests that were queued together."""
 
     def __init__(
-        self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any], begun: Sequence[Begun] = ()
+        self, number: int, prompts: Sequence[TokenIds], how: Sequence[Any], begun: Sequence[Begun] = (), name: str = ""
     ) -> None:
-        self.number, self.prompts, self.how = number, prompts, how
+        self.number, self.prompts, self.how, self.name = number, prompts, how, name
         self.begun = begun or [NOTHING] * len(prompts)
         self.told = [len(one.tokens) for one in self.begun]  # tokens of each response that the caller knows
         self.answers: list[Any] = [None] * len(prompts)  # an `Answer` each, once it is there
         self.left = len(prompts)
         self.weight_version: int | None = None
+
+    def grown(self, row: int, answer: "Answer", known: int = 0, last: int = 0) -> Increment:
+        """The growth of a response by the answer, without so many tokens at its begin and at its end."""
+        one = slice(known, len(answer.token_ids) - last)
+        grown, first = Begun(answer.token_ids[one], answer.logprobs[one]), self.told[row]
+        self.told[row] += len(grown.tokens)
+        return Increment(self.number, row, first, grown, self.weight_version)
+
+    def rest(self) -> Iterator[Increment]:
+        """The growth that the caller does not know of the responses, all of which have ended or were dropped."""
+        for row, answer in enumerate(self.answers):
+            known = self.told[row] - len(self.begun[row].tokens)
+            one = self.grown(row, answer, known, last=int(answer.finish_reason != "abort"))
+            if len(one.grown.tokens):
+                yield one
 
 
 class Engine(EngineProtocol):
@@ -101,6 +116,8 @@ class Engine(EngineProtocol):
         self._finished: list[Batch] = []  # with `_ended` responses, and not collected yet
         self._ended = 0
         self._grown: list[Increment] = []  # not collected yet
+        self._given: list[Increment] = []  # collected last: whoever did may not have kept them
+        self._left: dict[str, list[Increment]] = {}  # of what was dropped since the last `drop`
 
     def identity(self) -> EngineIdentity:
         """See `EngineProtocol.identity`."""
@@ -114,7 +131,7 @@ class Engine(EngineProtocol):
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         """See `EngineProtocol.generate`."""
-        self.drop()
+        self._drop()
         self.enqueue(0, prompts, seeds, sampling)
         return _finished(self._complete()).completions
 
@@ -126,6 +143,7 @@ class Engine(EngineProtocol):
         sampling: Sampling,
         begun: Sequence[Begun] = (),
         every: Every | None = None,
+        name: str = "",
     ) -> None:
         """See `EngineProtocol.enqueue`."""
         self._check_usable()
@@ -135,7 +153,7 @@ class Engine(EngineProtocol):
             self._sampling_parameters(sampling, seed, len(one.tokens), every)
             for seed, one in zip(seeds, begun, strict=True)
         ]
-        self._waiting.append(Batch(number, prompts, how, begun))
+        self._waiting.append(Batch(number, prompts, how, begun, name))
         self._admit()
 
     def collect(self, wait_s: float) -> Collected:
@@ -149,25 +167,20 @@ class Engine(EngineProtocol):
             finished += batches
             if time.monotonic() >= deadline:
                 break
-        grown, self._grown = self._grown, []
-        return Collected([_finished(batch) for batch in finished], ended, grown)
+        self._given, self._grown = self._grown, []
+        return Collected([_finished(batch) for batch in finished], ended, self._given)
 
-    def drop(self) -> None:
+    def drop(self) -> dict[str, list[Increment]]:
         """See `EngineProtocol.drop`."""
-        self._waiting.clear()
-        self._finished, self._ended, self._grown = [], 0, []
-        if self._running:
-            self._core.forget(list(self._running))
-            self._running.clear()
-        if self._on_hold:  # whoever began that update is gone
-            self._on_hold = False
-            self._core.go_on()
+        self._drop()
+        left, self._left = self._left, {}
+        return left
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
         """See `EngineProtocol.score`."""
         self._check_usable()
         self._spec.check_lengths(sequences, "sequence")
-        self.drop()
+        self._drop()
         if not len(sequences):
             return []
         self._waiting.append(Batch(0, sequences, [self._scoring_parameters() for _ in sequences]))
@@ -219,12 +232,12 @@ class Engine(EngineProtocol):
             update.forget()
             self._go_on()
         if isinstance(self._held, Unusable):
-            self.drop()
+            self._drop()
         return not isinstance(self._held, Unusable)
 
     def refuse(self, reason: str) -> None:
         """See `EngineProtocol.refuse`."""
-        self.drop()
+        self._drop()
         self._held = Unusable(reason)
 
     def held(self) -> dict[str, str]:
@@ -241,7 +254,7 @@ class Engine(EngineProtocol):
     def sleep(self) -> bool:
         """See `EngineProtocol.sleep`."""
         if self._spec.sleeps:
-            self.drop()
+            self._drop()
             self._core.sleep()
         return self._spec.sleeps
 
@@ -249,11 +262,29 @@ class Engine(EngineProtocol):
         """See `EngineProtocol.wake`."""
         self._core.wake()
 
+    def _drop(self) -> None:
+        """Forget what was queued, and note what was sampled of it."""
+        self._waiting.clear()
+        batches = {one.number: one for one in (*self._finished, *(batch for batch, _ in self._running.values()))}
+        if self._running:
+            self._core.forget(list(self._running))
+        if self._on_hold:  # whoever began that update is gone
+            self._on_hold = False
+            self._core.go_on()
+        while self._running:
+            self._step(admit=False)
+        grown = [*self._given, *self._grown]
+        for batch in batches.values():
+            own = [*(one for one in grown if one.number == batch.number), *batch.rest()]
+            if batch.name and own:
+                self._left.setdefault(batch.name, []).extend(own)
+        self._finished, self._ended, self._grown, self._given = [], 0, [], []
+
     def _settle(self, in_flight: InFlight) -> None:
         """Drop, finish or hold what is under way."""
         match in_flight:
             case "abort":
-                self.drop()
+                self._drop()
             case "wait":
                 while self._running:
                     samples, batches = self._step(admit=False)
@@ -291,10 +322,9 @@ class Engine(EngineProtocol):
         """
         ended, finished = 0, []
         for answer in self._core.step():
-            if answer.name not in self._running:  # dropped while its answer was on the way
-                continue
             if answer.finish_reason is None:
-                self._grow(answer, *self._running[answer.name])
+                batch, row = self._running[answer.name]
+                self._grown.append(batch.grown(row, answer))
                 continue
             batch, row = self._running.pop(answer.name)
             batch.answers[row] = answer
@@ -305,11 +335,6 @@ class Engine(EngineProtocol):
         if admit:
             self._admit()
         return ended, finished
-
-    def _grow(self, answer: "Answer", batch: Batch, row: int) -> None:
-        grown = Begun(answer.token_ids, answer.logprobs)
-        self._grown.append(Increment(batch.number, row, batch.told[row], grown, batch.weight_version))
-        batch.told[row] += len(answer.token_ids)
 
     def _complete(self) -> Batch:
         """The one batch that is under way, with its answers."""

@@ -61,6 +61,7 @@ class _Whole(Scheduler):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._responses: dict[str, Response] = {}
+        self._dropped: list[tuple[int, EngineCoreOutput]] = []  # last outputs of requests, with their clients
         self._spoke = 0.0  # when the last message was sent
         model = self.vllm_config.model_config
         self._ends = Ends(model.get_vocab_size(), lambda: token_bytes(read_backend(Path(model.model))))
@@ -90,8 +91,9 @@ class _Whole(Scheduler):
         names = [names] if isinstance(names, str) else list(names)
         self._leave(self._rows.places_of(name for name in names if name in self._rows))
         ended = super().finish_requests(names, finished_status)
-        for request in ended:
-            self._responses.pop(request.request_id, None)
+        for request in ended:  # the step that takes them out of the model runner sends these
+            last = EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason())
+            self._dropped.append((request.client_index, self._responses.pop(request.request_id).whole(last)))
         return ended
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -125,7 +127,8 @@ class _Whole(Scheduler):
         )
         for message in messages.values():
             message.outputs = [last for output in message.outputs if (last := self._last(output, sampled))]
-        for client, last in ended:
+        dropped, self._dropped = self._dropped, []
+        for client, last in [*ended, *dropped]:
             messages.setdefault(client, EngineCoreOutputs()).outputs.append(last)
         if not messages and time.monotonic() - self._spoke > _SILENT_S:
             messages[0] = EngineCoreOutputs()

@@ -77,9 +77,10 @@ def test_pieces_of_a_stage_in_work_stay_and_go_once_it_is_committed(root):
 def test_increments_stay_while_responses_go_on_and_go_once_they_are_stored(root, by):
     make_run(root)
     writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
-    key = layout.increment_key("run", 4, Stage.ROLLOUT, 0, "a", 0)
+    piece = layout.piece_key("run", 4, Stage.ROLLOUT, 0, "a")
+    key = layout.increment_key(piece, 0)
     one = Grown(0, 0, np.array([5], np.int32), np.array([-1.0], np.float32))
-    keep_increment(writer, "a", 0, IncrementRecord.of([one], 3))
+    keep_increment(root, piece, 0, IncrementRecord.of([one], 3))
     assert keys(collect(root, WORKFLOW, "run", now=LATER)) == set()
     assert verify(root, "run").findings == ()
     if by == "stage":

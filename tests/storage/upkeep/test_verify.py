@@ -107,9 +107,10 @@ def test_a_damaged_record_of_an_attempt_is_named(root):
 
 def test_a_damaged_record_of_an_increment_is_named(root):
     make_run(root)
-    key = layout.increment_key("run", 4, Stage.ROLLOUT, 0, "a", 0)
+    piece = layout.piece_key("run", 4, Stage.ROLLOUT, 0, "a")
+    key = layout.increment_key(piece, 0)
     one = Grown(0, 0, np.array([5], np.int32), np.array([-1.0], np.float32))
-    keep_increment(PartWriter(root, "run", 4, Stage.ROLLOUT), "a", 0, IncrementRecord.of([one], 3))
+    keep_increment(root, piece, 0, IncrementRecord.of([one], 3))
     assert found(root) == set()
     flip(root, key, random.Random(0))
     assert found(root) == {(Problem.DAMAGED, key)}

@@ -118,8 +118,8 @@ def test_the_others_sample_what_a_lost_engine_had(dies_at):
 class Counting(Echo):
     """Answers each prompt with six tokens that count on from its seed."""
 
-    def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None):
-        super().enqueue(number, prompts, seeds, sampling, begun, every)
+    def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None, name=""):
+        super().enqueue(number, prompts, seeds, sampling, begun, every, name)
         self.begun = {**getattr(self, "begun", {}), number: [one.tokens.tolist() for one in begun]}
 
     def generate(self, prompts, seeds, sampling):

@@ -45,7 +45,7 @@ def test_a_response_that_goes_on_has_the_bits_of_one_that_was_never_interrupted(
     for kill in kills:
         engine.enqueue(5, PROMPTS, SEEDS, how, begun, EVERY)
         assert steps(engine, begun, kill) is None
-        engine.drop()  # all that is known are the increments
+        engine.drop()  # what it gives is ignored: all that is known are the increments
     lengths = {len(one.tokens) for one in begun}
     assert max(lengths) >= 7
     assert all(length % 7 == 0 for length in lengths)
@@ -55,6 +55,35 @@ def test_a_response_that_goes_on_has_the_bits_of_one_that_was_never_interrupted(
         tokens, logprobs = (whole[at][row].as_py()[: len(one.tokens)] for at in (0, 1))
         assert (one.tokens.tolist(), one.logprobs.tolist()) == (tokens, logprobs)
     assert len({row for row, one in enumerate(begun) if len(one.tokens) > 7}) > 5
+
+
+@pytest.mark.parametrize("how", [LONG, Sampling(max_tokens=30)], ids=["stopped", "length"])
+def test_what_is_dropped_is_handed_over_and_goes_on_with_the_bits_of_an_undisturbed_response(
+    served, engine, how, tmp_path
+):
+    whole, begun = engine.generate(PROMPTS, SEEDS, how), [NOTHING] * len(PROMPTS)
+    ends = [len(tokens) - 1 for tokens in whole["response_tokens"].to_pylist()]
+    drops = (
+        engine.identity,  # drops nothing
+        lambda: engine.score(PROMPTS[:2]),
+        lambda: engine.generate(PROMPTS[:2], SEEDS[:2], how),
+        lambda: serve(served, tmp_path / "update", "old", 0),
+    )
+    for taken, drop in zip((10, 5, 6, 4), drops, strict=True):
+        engine.enqueue(5, PROMPTS, SEEDS, how, begun, EVERY, "a piece")
+        before = [len(one.tokens) for one in begun]
+        assert steps(engine, begun, taken - 1) is None
+        assert engine.collect(0.0).finished == []  # and what it gives is not kept
+        drop()
+        left = engine.drop()
+        assert list(left) == ["a piece"]
+        grown(begun, left["a piece"])
+        assert [len(one.tokens) for one in begun] == [
+            min(length + taken, end) for length, end in zip(before, ends, strict=True)
+        ]
+        assert engine.drop() == {}
+    engine.enqueue(5, PROMPTS, SEEDS, how, list(begun), EVERY, "a piece")
+    assert steps(engine, begun).equals(whole)
 
 
 def test_increments_follow_one_another_when_the_cache_is_taken(engine):
