@@ -51,7 +51,7 @@ def another_process(context, config, **more):
 def test_an_engine_that_holds_the_weights_is_left_alone(context, position):
     context.workers.calls.clear()
     ensure_served(context, position.prepared, position.served)
-    assert context.workers.calls == ["identity"]
+    assert context.workers.calls == ["identity", "drop"]
 
 
 def test_a_new_engine_gets_the_weights_that_were_recorded(context, config, position):
