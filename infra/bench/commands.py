@@ -78,13 +78,18 @@ def rollout(
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 7,
     samples: Annotated[int | None, Parameter(help="Samples of a round; by default the case's.")] = None,
     tokens: Annotated[int | None, Parameter(help="Most tokens of a response; by default the case's.")] = None,
+    increments: Annotated[
+        int | None, Parameter(help="Tokens after which responses are stored: measure what that costs.")
+    ] = None,
     json: Json = False,
 ) -> int:
-    """Measure a rollout of Ratchet against vLLM's LLM.generate, with and without seeds and log-probabilities."""
-    from infra.bench.rollout import bench_rollout  # imports Ray
+    """Measure a rollout of Ratchet against vLLM's LLM.generate, with and without seeds and log-probabilities; or with
+    increments against the same without."""
+    from infra.bench.rollout import bench_increments, bench_rollout  # imports Ray
 
     with Output(json=json) as output:
-        found = bench_rollout(case, pairs, samples, tokens)
+        sizes = case, pairs, samples, tokens
+        found = bench_rollout(*sizes) if increments is None else bench_increments(*sizes, increments)
         output.result(found, _lines(found))
     return 0
 

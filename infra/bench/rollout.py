@@ -1,5 +1,6 @@
 """Ratchet's rollout against bare vLLM: the same model, settings, prompts and lengths, in turns."""
 
+import itertools
 import statistics
 import subprocess
 import sys
@@ -17,18 +18,22 @@ from pydantic import BaseModel
 from infra.bench.bare_engine import ANSWER, Requests, Took, processor_seconds
 from infra.bench.cases import CASES, Case, CaseName
 from infra.bench.memory_limit import bandwidth, bytes_read
+from storage import layout
+from storage.backends.root import Root, open_root
 from storage.errors import InputError, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings, child_python_path, engine_environment
-from tasks.config.run import RunConfig
+from tasks.config.run import IncrementsSection, RunConfig
 from tasks.data.generated import generate_model
-from tasks.engine.protocol import EngineSpec, Sampling
+from tasks.engine.protocol import EngineSpec, Every, Sampling
 from tasks.engine.vllm import Runner
 from tasks.engine.vllm.engine import Engine
+from tasks.stages.increments import Growth
+from tasks.stages.names import Stage
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet
-from tasks.workers.sampling import Batch, sample
+from tasks.workers.sampling import Batch, Growing, sample
 from trainer_core.config import Device
 
 _GROUP = 8  # samples of a prompt
@@ -90,6 +95,34 @@ class RolloutBench(BaseModel):
     """Measurements with a few responses that are much longer than most."""
 
 
+class Stored(BaseModel):
+    """Medians over rounds; rates as those of `Lengths`."""
+
+    tokens_per_s: float
+    """Rate with increments, each of which is stored durably in a local folder."""
+    without_tokens_per_s: float
+    """Rate without."""
+    ratio: float
+    """Median over pairs of the first by the second."""
+    ratio_spread: float
+    """Largest minus smallest of these ratios."""
+
+
+class IncrementsBench(BaseModel):
+    """Cost of increments, of one model; fields as those of `RolloutBench`."""
+
+    device: str
+    case: CaseName
+    samples: int
+    tokens: int
+    pairs: int
+    every: int
+    """Tokens after which a response is stored again."""
+    runner: Runner
+    equal: Stored
+    mixed: Stored
+
+
 Side = Callable[[Requests], Took]
 
 
@@ -104,21 +137,9 @@ def bench_rollout(
         InputError: `pairs`, `samples` or `tokens` is below 1, or the model has too few positions.
         WorkerLost: a side did not start, or died.
     """
-    if any(number is not None and number < 1 for number in (pairs, samples, tokens)):
-        raise InputError(
-            f"{pairs} pairs of {samples} samples of {tokens} tokens measure nothing: give at least 1 of each"
-        )
     settings = Settings.from_environment()
     device = settings.device("auto")
-    name: CaseName = case_name or ("tiny" if device == "cpu" else "0.75b")
-    case = CASES[name]
-    case = case.model_copy(update={"response": tokens or case.response})
-    if case.length + 8 > case.model.max_positions:
-        raise InputError(
-            f"{name} has {case.model.max_positions} positions: give at most "
-            f"{case.model.max_positions - case.prompt - 8} tokens, not {case.response}"
-        )
-    count = samples or _SAMPLES[name]
+    name, case, count = _sizes(device, case_name, pairs, samples, tokens)
     with tempfile.TemporaryDirectory() as folder:
         generate_model(Path(folder), case.model, seed=0)
         bytes_per_s = bandwidth(settings) if device == "cuda" else None
@@ -144,6 +165,56 @@ def bench_rollout(
         equal=_lengths(equal, device, case, bytes_per_s),
         mixed=_lengths(mixed, device, case, bytes_per_s),
     )
+
+
+def bench_increments(
+    case_name: CaseName | None, pairs: int, samples: int | None, tokens: int | None, every: int
+) -> IncrementsBench:
+    """Measure a rollout whose responses are stored `every` so many tokens against one whose are not, in turns, as
+    `bench_rollout`, which says what is raised."""
+    settings = Settings.from_environment()
+    device = settings.device("auto")
+    name, case, count = _sizes(device, case_name, pairs, samples, tokens, every)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as root:
+        generate_model(Path(folder), case.model, seed=0)
+        with Fleet("bench", _config(folder, name, case, count, apart=True), Cluster(settings)) as fleet:
+            (engine,) = fleet.engines(Path(folder))
+            sides = (_ours(engine, device, _storing(open_root(root), every)), _ours(engine, device))
+            races = [_race(sides, _requests(case, count, mixed), pairs) for mixed in (False, True)]
+    equal, mixed = (_stored(race, device) for race in races)
+    shown = {"device": device, "case": name, "samples": count, "tokens": case.response, "pairs": pairs, "every": every}
+    return IncrementsBench(**shown, runner=races[0][0][0].runner, equal=equal, mixed=mixed)
+
+
+def _storing(root: Root, every: int) -> Callable[[int], Growing]:
+    """For each round with so many batches, how their increments are told and stored."""
+    rounds = itertools.count()
+
+    def growing(batches: int) -> Growing:
+        number = next(rounds)
+        pieces = [layout.piece_key("bench", number, Stage.ROLLOUT, 0, f"{batch:05d}") for batch in range(batches)]
+        return Growing(Every(every, IncrementsSection().seconds), Growth(root, pieces).keep)
+
+    return growing
+
+
+def _sizes(
+    device: Device, case_name: CaseName | None, pairs: int, samples: int | None, tokens: int | None, every: int = 1
+) -> tuple[CaseName, Case, int]:
+    """The case by name, with its lengths, and the number of samples. Raises InputError as `bench_rollout`."""
+    if any(number is not None and number < 1 for number in (pairs, samples, tokens, every)):
+        raise InputError(
+            f"{pairs} pairs of {samples} samples of {tokens} tokens measure nothing: give at least 1 of each"
+        )
+    name: CaseName = case_name or ("tiny" if device == "cpu" else "0.75b")
+    case = CASES[name]
+    case = case.model_copy(update={"response": tokens or case.response})
+    if case.length + 8 > case.model.max_positions:
+        raise InputError(
+            f"{name} has {case.model.max_positions} positions: give at most "
+            f"{case.model.max_positions - case.prompt - 8} tokens, not {case.response}"
+        )
+    return name, case, samples or _SAMPLES[name]
 
 
 def _config(model: str, name: CaseName, case: Case, together: int, apart: bool) -> RunConfig:
@@ -176,8 +247,9 @@ def _requests(case: Case, count: int, mixed: bool) -> Requests:
     )
 
 
-def _ours(engine: EngineHandle, device: Device) -> Side:
-    """Batches of a rollout: on a GPU one for each prompt, the finest size of a stored part."""
+def _ours(engine: EngineHandle, device: Device, growing: Callable[[int], Growing | None] = lambda _: None) -> Side:
+    """Batches of a rollout: on a GPU one for each prompt, the finest size of a stored part. `growing` gets their
+    number."""
     processes = [psutil.Process(), *map(psutil.Process, engine.processes())]
     (runner,) = engine.results(engine.submit(Engine.runner))
 
@@ -192,7 +264,8 @@ def _ours(engine: EngineHandle, device: Device) -> Side:
         batches = [Batch(requests.prompts[part], requests.seeds[part]) for part in parts]
         found: list[pa.RecordBatch] = []
         clock, before = time.perf_counter(), used()
-        sample([engine], batches, requests.sampling, lambda _, completions: found.append(completions))
+        told = growing(len(batches))
+        sample([engine], batches, requests.sampling, lambda _, completions: found.append(completions), growing=told)
         seconds, processor_s = time.perf_counter() - clock, used() - before
         lengths = [one["response_tokens"].value_lengths().to_numpy() for one in found]
         return Took(seconds=seconds, processor_s=processor_s, lengths=np.concatenate(lengths).tolist(), runner=runner)
@@ -236,9 +309,20 @@ def _race(sides: Sequence[Side], requests: Requests, pairs: int) -> list[list[To
     return [list(took) for took in zip(*rounds, strict=True)]
 
 
+def _rate(took: Took, device: Device) -> float:
+    return took.tokens / (took.processor_s if device == "cpu" else took.seconds)
+
+
+def _stored(race: list[list[Took]], device: Device) -> Stored:
+    stored, without = ([_rate(took, device) for took in side] for side in race)
+    ratios = np.divide(stored, without)
+    rates = {"tokens_per_s": statistics.median(stored), "without_tokens_per_s": statistics.median(without)}
+    return Stored(**rates, ratio=float(np.median(ratios)), ratio_spread=float(np.ptp(ratios)))
+
+
 def _lengths(race: list[list[Took]], device: Device, case: Case, bytes_per_s: float | None) -> Lengths:
     def rate(took: Took) -> float:
-        return took.tokens / (took.processor_s if device == "cpu" else took.seconds)
+        return _rate(took, device)
 
     def wall(took: Took) -> float:
         return took.tokens / took.seconds

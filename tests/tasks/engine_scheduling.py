@@ -129,7 +129,7 @@ class Schedulers:
             together: most requests of a step.
 
         Returns:
-            `found` and `expected` responses by name, the names of `dropped` requests, the number of `steady` steps, and
+            `found` and `expected` responses by name, the names of `dropped` requests, found up to there, the number of `steady` steps, and
             the number `left` of rows, responses, requests and used blocks.
         """
         scheduler, add = self._scheduler(directory, ahead, blocks, together)
@@ -177,7 +177,8 @@ class Schedulers:
             for last in message.outputs:
                 assert last.request_id not in found
                 found[last.request_id] = last.new_token_ids
-                assert last.new_logprobs.logprobs[:, 0].tolist() == [-float(token) for token in last.new_token_ids]
+                logprobs = [] if last.new_logprobs is None else last.new_logprobs.logprobs[:, 0].tolist()
+                assert logprobs == [-float(token) for token in last.new_token_ids]
 
     def _drop(self, scheduler: Any, name: str) -> None:
         from vllm.v1.request import RequestStatus

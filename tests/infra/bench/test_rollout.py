@@ -10,7 +10,7 @@ import pytest
 
 from infra.bench.cases import CASES
 from infra.bench.memory_limit import bytes_read
-from infra.bench.rollout import _requests, bench_rollout
+from infra.bench.rollout import _requests, bench_increments, bench_rollout
 from storage.errors import InputError
 
 KEYS = {"tokens_per_s", "generate_tokens_per_s", "plain_tokens_per_s", "ratio", "plain_ratio"}
@@ -36,6 +36,13 @@ def test_the_command_prints_one_object_and_the_engine_is_not_slow():
 def test_no_measurement_is_refused(pairs, samples, tokens):
     with pytest.raises(InputError, match=f"{pairs} pairs of {samples} samples of {tokens} tokens"):
         bench_rollout("tiny", pairs, samples, tokens)
+
+
+@pytest.mark.full
+def test_increments_are_stored_while_they_are_measured():
+    found = bench_increments("tiny", 1, 16, 64, 16)
+    assert found.equal.without_tokens_per_s > 0
+    assert found.mixed.ratio > 0
 
 
 def test_more_tokens_than_the_model_has_positions_are_refused():
