@@ -129,7 +129,8 @@ class Schedulers:
             together: most requests of a step.
 
         Returns:
-            `found` and `expected` responses by name, the names of `dropped` requests, found up to there, the number of `steady` steps, and
+            `found` and `expected` responses by name, the names of `dropped` requests, which are found up to there, the
+            number of `steady` steps, and
             the number `left` of rows, responses, requests and used blocks.
         """
         scheduler, add = self._scheduler(directory, ahead, blocks, together)
