@@ -1,5 +1,6 @@
 """Every key of a run's configuration, read from the models: as a page, a commented example, and a form."""
 
+import functools
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -91,7 +92,12 @@ class Schema(RootModel[dict[str, JsonValue]]):
 
 def schema() -> Schema:
     """The JSON schema of a configuration, with every text."""
-    return Schema(RunConfig.model_json_schema())
+    return Schema(_json_schema())
+
+
+@functools.cache
+def _json_schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
 
 
 def tables() -> list[Table]:
@@ -257,7 +263,7 @@ def _comment(text: str) -> list[str]:
 def section_form(section: str) -> dict[str, Any]:
     """The JSON schema of a table of the configuration, for a form in which every setting may be left empty: titles,
     texts, types and limits. A setting that takes a table of any keys or a list of tables belongs into a file."""
-    whole = RunConfig.model_json_schema()
+    whole = _json_schema()
     made = _property(whole["properties"][section], (section,), whole["$defs"])
     assert made is not None
     return made
