@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _KILLS = ("tests/faults/test_ahead.py",)
+_MATRIX = ("tests/faults/test_matrix.py",)
 _LOOP = ("tests/flows/test_ahead.py",)
 _CHECKS = ("tests/tasks/test_checks.py",)
 
@@ -69,7 +70,7 @@ AHEAD = (
         "tasks/stages/rollout.py",
         "        kept = find_piece(self.work.writer, self._name(groups))\n",
         "        kept = None\n",
-        _KILLS,
+        _MATRIX,
     ),
     Mutant(
         "rollout-ahead-takes-the-training-ranks",

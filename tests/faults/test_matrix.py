@@ -274,11 +274,15 @@ def check_nothing_is_done_twice(wanted: Cell, outcome: Outcome) -> None:
         assert begun - 1 <= recorded <= begun  # a kill by another thread may come between the two
         assert (recorded if place in missing else 0) <= manifest.attempt <= (place in missing or begun > 1)
     assert sorted(outcome.again.pieces) == sorted(outcome.end.pieces - outcome.between.pieces)
-    check_no_token_is_sampled_again(outcome.end)
+    check_no_token_is_sampled_again(outcome)
 
 
-def check_no_token_is_sampled_again(look: Look) -> None:
-    """Check that the stored increments of each response follow one another."""
+def check_no_token_is_sampled_again(outcome: Outcome) -> None:
+    """Check that the second process samples no response of a recorded piece, but for those that measure whether the
+    engine repeats itself, and that the stored increments of each response follow one another."""
+    look, recorded, begun = outcome.end, outcome.between.seeds, outcome.again.bodies
+    measured = sum(look.manifests[place].metrics.get("sampled_again", 0) for place in begun)
+    assert sum(seed in recorded for seed in outcome.again.sampled) == measured
     ends: Counter[tuple[str, int]] = Counter()
     for key in sorted(look.keys):
         if (piece := layout.piece_of_increment(key)) is not None:
