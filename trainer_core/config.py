@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
+from trainer_core.lora import LoraConfig
 from trainer_core.marks import RUNTIME, decides
 from trainer_core.objectives.objective_config import PolicyConfig
 
@@ -206,6 +207,8 @@ class TrainerConfig(Frozen):
     """Device memory that the trainer frees while the engines sample."""
     experts: ExpertsConfig = ExpertsConfig()
     """Settings of a model with experts."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters beside frozen weights (LoRA) instead of the weights."""
     micro_batch_tokens: Annotated[int, RUNTIME] = Field(default=8192, ge=1)
     """Most tokens per rank in one micro-batch; a sequence of which a rank holds more goes alone. With
     `parallel.context` each rank holds its part of every sequence, so that a micro-batch has as many times more."""
@@ -217,6 +220,13 @@ class TrainerConfig(Frozen):
     """Longest sequence, prompt and response together, in tokens."""
     seed: int = 0
     """Seeds the ranks' random generators and the shuffling of mini-batches; in a run `run.seed` takes its place."""
+
+    @model_validator(mode="after")
+    def _frozen_weights_have_no_gradients(self) -> "TrainerConfig":
+        megatron = self.megatron
+        if self.lora and (megatron.gradient_accumulation_fusion or megatron.output_gradient_accumulation_fusion):
+            raise ValueError("with lora weights have no gradients: leave megatron.gradient_accumulation_fusion out")
+        return self
 
 
 class RankSpec(Frozen):

@@ -23,8 +23,8 @@ from trainer_core.phases.reference import Reference
 from trainer_core.phases.supervised import SupervisedPhase
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
-from trainer_core.state.checkpoint import Saver, load_state
-from trainer_core.state.facts import StateFacts, check_modules, read_facts
+from trainer_core.state.checkpoint import Saver, base_digest, load_state
+from trainer_core.state.facts import LoraFacts, StateFacts, check_base, check_modules, read_facts
 from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.exchange import agree
 from trainer_core.weights.update import Update
@@ -47,6 +47,7 @@ class Trainer(TrainerProtocol):
         self._reference: Reference | None = None
         self._reference_identity: str | None = None
         self._identity: str | None = None
+        self._lora: LoraFacts | None = None
         self._update: Update | None = None
         self._generators: Generators = "continued"
         self._step = 0
@@ -62,14 +63,18 @@ class Trainer(TrainerProtocol):
 
     def import_model(self) -> None:
         self._changes()
-        with self._model.weights("writable"), quietly():
-            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
+        self._read_model()
+        with self._model.weights("writable"):
+            for adapter in self._model.adapters.values():
+                adapter.begin(self._config.seed)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         rng.seed_rank(self._config.seed)
         self._generators, self._step = "continued", 0
 
     def load(self, directory: Path) -> LoadedState:
         self._changes()
+        if self._config.lora is not None and self._lora is None:
+            self._read_model()
         facts = self._checked_facts(directory)
         restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
@@ -91,6 +96,7 @@ class Trainer(TrainerProtocol):
             parallel=self._config.parallel.ranks,
             precision=self._config.precision,
             transformer_engine=self._transformer_engine,
+            lora=self._lora,
         )
         with self._model.weights("readable"):
             names, identity = self._saver.save(directory, optimizer, facts)
@@ -139,7 +145,9 @@ class Trainer(TrainerProtocol):
 
     def load_reference(self, directory: Path, identity: str) -> None:
         self._reference_identity = None
-        check_modules(directory, read_facts(directory), self._transformer_engine)
+        facts = read_facts(directory)
+        check_modules(directory, facts, self._transformer_engine)
+        check_base(directory, facts, self._lora)
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
 
@@ -220,7 +228,16 @@ class Trainer(TrainerProtocol):
         if facts.precision != self._config.precision:
             fact = f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}"
             raise InputError(f"{fact}; use the state's precision")
+        check_base(directory, facts, self._lora)
         return facts
+
+    def _read_model(self) -> None:
+        """Read the weights of the model's folder."""
+        with self._model.weights("writable"), quietly():
+            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
+        if self._config.lora is not None:
+            base = base_digest(self._model, self._mesh)
+            self._lora = LoraFacts(base=base, **self._config.lora.model_dump())
 
     def _reference_logprobs(self, samples: Samples, temperature: float) -> Vector:
         if self._reference is None:

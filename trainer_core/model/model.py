@@ -19,7 +19,17 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from storage.errors import InputError, NumericsError, RatchetError
-from trainer_core.config import MegatronConfig, MemoryConfig, TrainerConfig, attention_of, check_context, check_layout
+from trainer_core.config import (
+    MegatronConfig,
+    MemoryConfig,
+    TrainerConfig,
+    attention_of,
+    check_context,
+    check_layout,
+    experts_of,
+)
+from trainer_core.lora import check_targets
+from trainer_core.model.adapters import Adapters, adapt
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.memory import Residence
@@ -51,6 +61,7 @@ class Model:
     graphs: bool  # micro-batches of one shape may be launched as one CUDA graph each
     residence: Residence  # place of parameters, gradients and optimizer state
     balance: Balance | None  # auxiliary loss of routers, if they have one
+    adapters: Adapters  # what is trained if the weights are frozen
 
     def forward(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
@@ -150,6 +161,10 @@ class Model:
         first = told(batches, "micro-batches")
         return first if len(self.chunks) == 1 else [first, *(iter(batches) for _ in self.chunks[1:])]
 
+    def is_frozen(self, tensor: torch.Tensor) -> bool:
+        """True for a weight that adapters leave as the model came: it is no part of a state."""
+        return bool(self.adapters) and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
     def tensors(self) -> list[torch.Tensor]:
         """All parameters and buffers of this rank, in one order; use them inside `weights`."""
         # the wrapper's `buffers` are those of gradients
@@ -208,6 +223,8 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     check_context(config, platform.transformer_engine, deterministic)
+    if config.lora is not None:
+        check_targets(config.lora, hf_config, experts_of(hf_config))
     config = _decided(config, platform, deterministic)
     with quietly():
         bridge = _bridge(model_dir)
@@ -219,6 +236,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         with _refusals():
             on_cpu = provider.use_cpu_initialization
             modules = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
+        adapters = _adapted(modules, bridge, provider, config)
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
     fuse_accumulation(built, config.megatron)
@@ -239,6 +257,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
         residence=Residence(chunks, platform.device),
         balance=balance,
+        adapters=adapters,
     )
 
 
@@ -246,8 +265,19 @@ def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> 
     """Configuration with the choices of the platform filled in."""
     decided: dict[str, Any] = {"attention": attention_of(config.megatron, platform.transformer_engine, deterministic)}
     if config.megatron.gradient_accumulation_fusion is None:
-        decided["gradient_accumulation_fusion"] = platform.transformer_engine
+        decided["gradient_accumulation_fusion"] = platform.transformer_engine and config.lora is None
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
+
+
+def _adapted(modules: list[Any], bridge: AutoBridge, provider: GPTModelProvider, config: TrainerConfig) -> Adapters:
+    """Freeze the model under adapters, if it is to have some."""
+    if config.lora is None:
+        return {}
+    for module in modules:
+        if config.megatron.recompute == "layers" and "embedding" in module._modules:
+            # recomputed layers have gradients only if their input has one
+            module.embedding.register_forward_hook(lambda _module, _given, hidden: hidden.requires_grad_())
+    return adapt(modules, bridge._model_bridge.mapping_registry(), provider, config.lora)  # pyright: ignore[reportPrivateUsage]
 
 
 def _bridge(model_dir: str) -> AutoBridge:

@@ -128,6 +128,7 @@ def uses_graphs(config: TrainerConfig, platform: Platform, deterministic: bool, 
         f"train.megatron.recompute = {megatron.recompute!r}": megatron.recompute != "none",
         "train.megatron.overlap_grad_reduce": megatron.overlap_grad_reduce,
         "train.megatron.overlap_param_gather": megatron.overlap_param_gather,
+        "train.lora": config.lora is not None,
         "train.policy.loss is code of your own": config.policy.loss.runs_user_code,
     }
     reasons = [reason for reason, applies in in_the_way.items() if applies]

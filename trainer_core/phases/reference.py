@@ -12,7 +12,7 @@ from trainer_core.state.checkpoint import load_weights
 
 class Reference:
     """The weights of an earlier state, which replace the live ones during a forward pass. They are kept in host memory,
-    so that no second model occupies the device."""
+    so that no second model occupies the device; of a model with adapters the adapters alone."""
 
     def __init__(self, directory: Path, model: Model) -> None:
         """Read the weights of a saved state; the model keeps its own, also if reading fails."""
@@ -38,10 +38,14 @@ class Reference:
 
 
 def _copies(model: Model) -> list[torch.Tensor]:
-    return [tensor.detach().to("cpu", copy=True) for tensor in model.tensors()]
+    return [tensor.detach().to("cpu", copy=True) for tensor in _trained(model)]
 
 
 def _put(model: Model, weights: list[torch.Tensor]) -> None:
     with torch.no_grad():
-        for tensor, weight in zip(model.tensors(), weights, strict=True):
+        for tensor, weight in zip(_trained(model), weights, strict=True):
             tensor.copy_(weight)
+
+
+def _trained(model: Model) -> list[torch.Tensor]:
+    return [tensor for tensor in model.tensors() if not model.is_frozen(tensor)]

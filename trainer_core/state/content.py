@@ -34,6 +34,18 @@ class Identifier:
         """Identify the state that the shards of all ranks make up. Collective. Raises RatchetError if the shards do not
         make up the whole tensors, or the padding of the vocabulary is not zero. `generators` is the digest of this
         rank's random generators; sums are exchanged on `device`."""
+        mine = _own_words(generators, rank, dist.get_world_size())
+        tensors, words = self.tensors(shards, mine, device)
+        return StateIdentity(
+            scheme=STATE_SCHEME,
+            tensors=tensors,
+            progress=value_digest(facts.progress()),
+            generators=value_digest([facts.layout(), words]),
+        )
+
+    def tensors(self, shards: list[Shard], words: torch.Tensor, device: torch.device) -> tuple[str, list[str]]:
+        """Digest of the tensors that the shards of all ranks make up, and the sums of their (n,) int64 `words`; as
+        `identity`."""
         if self._kinds is None:
             own = {(shard.box.name, dtype_name(shard.values.dtype), shard.box.content) for shard in shards}
             everyones: list[set[_Kind]] = [set()] * dist.get_world_size()
@@ -46,18 +58,13 @@ class Identifier:
             for begin in range(0, shard.values.numel(), _CHUNK):
                 part = _partial(shard.box, shard.first + begin, shard.values[begin : begin + _CHUNK])
                 sums[rows[shard.box.name]] += part
-        table = torch.cat((sums.reshape(-1), _own_words(generators, rank, dist.get_world_size()).to(device)))
+        table = torch.cat((sums.reshape(-1), words.to(device)))
         dist.all_reduce(table)  # wraps around like the sums themselves
         whole = table[: sums.numel()].view(-1, 3).tolist()
         _check(self._kinds, whole)
-        words = [f"{number % 2**64:016x}" for number in table[sums.numel() :].tolist()]
+        rest = [f"{number % 2**64:016x}" for number in table[sums.numel() :].tolist()]
         tensors = [[*kind, f"{total % 2**64:016x}"] for kind, (total, _, _) in zip(self._kinds, whole, strict=True)]
-        return StateIdentity(
-            scheme=STATE_SCHEME,
-            tensors=value_digest(tensors),
-            progress=value_digest(facts.progress()),
-            generators=value_digest([facts.layout(), words]),
-        )
+        return value_digest(tensors), rest
 
 
 def _partial(box: Box, first: int, values: torch.Tensor) -> torch.Tensor:

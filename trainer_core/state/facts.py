@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
 from trainer_core.frozen import Frozen
+from trainer_core.lora import LoraConfig
 
 FACTS_FILE = "trainer.json"
 EFFECTIVE_FILE = "effective.json"  # effective settings of the parts that made a state, for people; nothing reads them
@@ -32,6 +33,12 @@ class StateIdentity(Frozen):
         return [name for name, own in self if own != theirs[name] and (generators or name != "generators")]
 
 
+class LoraFacts(LoraConfig):
+    """Adapters of a state, and the frozen weights that they belong to, which are no part of it."""
+
+    base: str  # digest of names, types, shapes and elements of the frozen weights
+
+
 class StateFacts(Frozen):
     """Facts of a saved state."""
 
@@ -41,6 +48,7 @@ class StateFacts(Frozen):
     parallel: ParallelConfig  # ranks that saved it, however they divide their layers
     precision: Precision  # type of the weights
     transformer_engine: bool  # modules that saved it: Transformer Engine's, or else Megatron's own
+    lora: LoraFacts | None = None  # the state holds adapters alone
 
     def layout(self) -> dict[str, JsonValue]:
         """The ranks that the random generators belong to."""
@@ -50,6 +58,8 @@ class StateFacts(Frozen):
         """Facts that belong to the identity of the state; layout and modules do not."""
         found = self.model_dump(mode="json", include={"step", "optimizer_updates", "precision"})
         # a new key with a default does not change the identity of a stored state
+        if self.lora is not None:
+            found["lora"] = self.lora.model_dump(mode="json")
         return {**found, "optimizer": self.optimizer.model_dump(mode="json", exclude_defaults=True)}
 
 
@@ -98,6 +108,19 @@ def read_generators(directory: Path, rank: int) -> dict[str, Any]:
 def needed_for_weights(name: str) -> bool:
     """True if the file `name` of a state is needed to load its weights, for a reference."""
     return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
+
+
+def check_base(directory: Path, facts: StateFacts, lora: LoraFacts | None) -> None:
+    """Refuse a state whose adapters are not those that the trainer was built with, or belong to other weights. Raises
+    InputError."""
+    if facts.lora != lora:
+        shown = [
+            "whole weights" if one is None else f"adapters {one.model_dump(mode='json')}" for one in (facts.lora, lora)
+        ]
+        raise InputError(
+            f"the state at {directory} holds {shown[0]}, but the trainer has {shown[1]}: give [train.lora] and the "
+            "model that the state was made with"
+        )
 
 
 def check_modules(directory: Path, facts: StateFacts, transformer_engine: bool) -> None:

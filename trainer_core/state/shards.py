@@ -46,9 +46,10 @@ class LocalTensor:
                 yield Shard(named, first - offset, values[first - begin : last - begin])
 
 
-def local_tensors(model: Model) -> list[LocalTensor]:
-    """Everything of the model that is part of its state, on this rank. Raises RatchetError if Megatron rearranges a
-    tensor in a way that has no boxes, or a module has a state that is not in its tensors, such as the scales of fp8."""
+def local_tensors(model: Model, frozen: bool = False) -> list[LocalTensor]:
+    """Everything of the model that is part of its state, on this rank; or else its `frozen` weights. Raises
+    RatchetError if Megatron rearranges a tensor in a way that has no boxes, or a module has a state that is not in its
+    tensors, such as the scales of fp8."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     content = {"dp_cp_group": group, "singleton_local_shards": False}
     states = [module.sharded_state_dict(metadata=content) for module in model.modules]  # pyright: ignore
@@ -56,7 +57,8 @@ def local_tensors(model: Model) -> list[LocalTensor]:
     for entry in found:
         if isinstance(entry, ShardedObject) and not _is_empty(entry.data):
             raise RatchetError(f"{entry.key} holds what is not in tensors and would be lost: use fp32 or bf16")
-    return [_local(entry, model.vocab_size) for entry in found if not isinstance(entry, ShardedObject)]
+    tensors = [entry for entry in found if not isinstance(entry, ShardedObject)]
+    return [_local(one, model.vocab_size) for one in tensors if model.is_frozen(cast(torch.Tensor, one.data)) == frozen]
 
 
 def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
@@ -74,6 +76,13 @@ def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
             yield from _optimizer_shards(local, begin, states)
         elif local.first_replica and not (isinstance(local.tensor, torch.nn.Parameter) and local.tensor.requires_grad):
             yield from local.shards(live, 0)
+
+
+def frozen_shards(model: Model) -> Iterator[Shard]:
+    """Every element of the frozen weights that this rank speaks for."""
+    for local in local_tensors(model, frozen=True):
+        if local.speaks and local.first_replica:
+            yield from local.shards(local.tensor.detach().reshape(-1), 0)
 
 
 def optimizer_shards(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:

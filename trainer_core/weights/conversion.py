@@ -18,6 +18,7 @@ from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.bridge.models.conversion.utils import unwrap_model
 
 from storage.errors import SyncMismatch
+from trainer_core.model.adapters import Adapter
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
 from trainer_core.weights.exchange import Shards, group_of
@@ -39,11 +40,16 @@ class Conversion(Held):
     views: bool  # True if it becomes nothing but views of itself
     convert: Callable[[torch.Tensor], Tensors]
     """The live tensor -> whole tensors by Hugging Face name, inside `gathered_by`."""
+    adapter: Adapter | None  # which is added to the tensor
 
     @cached_property
     def live(self) -> torch.Tensor:
         """Detached tensor; the same object each time, by which its shards are found."""
-        return self.tensor.detach()
+        return self.tensor.detach() if self.adapter is None else self.adapter.forward(self.tensor).detach()
+
+    def forget(self) -> None:
+        """Free the sum with the adapter."""
+        vars(self).pop("live", None)
 
 
 def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
@@ -98,20 +104,21 @@ class _Source:
         task = WeightConversionTask(
             name, known.whole, known.mapping, vp_stage=stage, megatron_module=module, param_weight=tensor
         )
-        if not is_known(self._bridge, known.mapping):
+        adapter = self._model.adapters.get(module) if attribute == "weight" else None
+        if not is_known(self._bridge, known.mapping) and adapter is None:
             return Exported.of(task, attribute)
         finish = self._finisher(task)
         tried = self._of_its_kind(task, known, tensor)
         found = finish(tried.found)
         if not found:
             return None
-        if tried.gathers is None:
+        if tried.gathers is None and adapter is None:
             return Exported.of(task, attribute)
         tensors = tuple(named(name, part) for name, part in found.items())
         row = Row(name=known.whole, expert=known.mapping.is_expert, tensors=tensors)
-        return Conversion(
-            row, module, attribute, tensor, tried.gathers, tried.views, lambda one: finish(tried.convert(one, module))
-        )
+        views = tried.views and adapter is None
+        convert: Callable[[torch.Tensor], Tensors] = lambda one: finish(tried.convert(one, module))  # noqa: E731
+        return Conversion(row, module, attribute, tensor, bool(tried.gathers), views, convert, adapter)
 
     def _of_its_kind(self, task: _Task, known: Known, tensor: torch.Tensor) -> "_Tried":
         """Result of the mapping alone, to learn names, types and shapes. It is tried once for all tensors whose names
@@ -193,6 +200,8 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
     seen: set[int] = set()
     for stage, chunk in enumerate(unwrap_model(list(model.chunks))):
         for path, module in named_parts(chunk):
+            if isinstance(module, Adapter):
+                continue
             passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
             buffers = {name: buffer for name, buffer in module._buffers.items() if name not in passing}
             for attribute, tensor in {**module._parameters, **buffers}.items():

@@ -81,11 +81,13 @@ class Update:
     def _carry(self, sender: BucketSender, bucket: Bucket, parcel: Parcel) -> None:
         shards = Shards()
         for expert in (False, True):
-            wanted = [one.live for one in parcel.conversions if one.gathers and one.row.expert == expert]
+            wanted = [one for one in parcel.conversions if one.gathers and one.row.expert == expert]
             if wanted and bucket.sender in dist.get_process_group_ranks(group := group_of(expert)):
-                shards.exchange(wanted, group)
+                shards.exchange([one.live for one in wanted], group)
         if bucket.sender == self._mesh.rank:
             sender.send(bucket, parcel.planned, lambda arena: parcel.fill(arena, shards, self._positions))
+        for one in parcel.conversions:
+            one.forget()
 
     def _carry_exported(self, sender: BucketSender, buckets: Sequence[Bucket]) -> None:
         """Export the weights that only the bridge converts, and send them from rank 0."""
