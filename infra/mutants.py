@@ -25,6 +25,7 @@ from infra.mutants_face import FACE
 from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
 from infra.mutants_known import Mutant
+from infra.mutants_lora import LORA
 from infra.mutants_machine import MACHINE
 from infra.mutants_memory import MEMORY
 from infra.mutants_models import MODELS
@@ -63,6 +64,7 @@ MUTANTS = (
     *FACE,
     *FAMILIES,
     *INPUTS,
+    *LORA,
     *MACHINE,
     *MEMORY,
     *MODELS,

@@ -1,5 +1,6 @@
 """Configuration of a trainer. Imports no torch, so that it can be checked before anything heavy starts."""
 
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -207,7 +208,8 @@ class TrainerConfig(Frozen):
     """Device memory that the trainer frees while the engines sample."""
     experts: ExpertsConfig = ExpertsConfig()
     """Settings of a model with experts."""
-    lora: LoraConfig | None = None
+    # a run without it does not have the key in its meaning
+    lora: Annotated[LoraConfig | None, decides("prepare", "train")] = Field(default=None, exclude_if=operator.not_)
     """Train low-rank adapters beside frozen weights (LoRA) instead of the weights."""
     micro_batch_tokens: Annotated[int, RUNTIME] = Field(default=8192, ge=1)
     """Most tokens per rank in one micro-batch; a sequence of which a rank holds more goes alone. With

@@ -14,8 +14,10 @@ from typing import Any, cast
 import torch
 from megatron.bridge import AutoBridge
 from megatron.bridge.models.conversion import param_mapping as maps
+from safetensors import safe_open
 
 from storage.errors import InputError, StorageError
+from trainer_core.model.adapters import merged
 from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.saved import Region, SavedState
@@ -23,6 +25,7 @@ from trainer_core.state.saved import Region, SavedState
 _STACKED = re.compile(r"^(?P<before>.*\blayers)\.(?P<after>[^\d].*)$")
 _EXPERTS = re.compile(r"^(?P<before>.*\.experts)\.experts\.(?P<after>.*)$")
 _NUMBERED = re.compile(r"\.layers\.(\d+)\.")
+_ADAPTER = ".adapter."
 _IN_FP32 = ".router.expert_bias"
 _OF_THE_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _UNCHANGED = (
@@ -47,39 +50,116 @@ class Entry:
     """True if it is fp32 in any precision: the trainer moves the biases of routers by steps that bf16 would lose."""
     place: tuple[int, int]  # its place in the order of the layers: embedding, layers, norm, output
 
+    def tensors(self, state: SavedState) -> Tensors:
+        """The tensors of these names."""
+        whole = state.read(self.stored, self.region)
+        return self.split(whole.reshape(whole.shape[self.axes :]))
+
+
+@dataclass(frozen=True)
+class _Factor:
+    """A factor of an adapter: one layer of a stacked tensor of the state."""
+
+    stored: str
+    region: Region
+
+    def matrix(self, state: SavedState) -> torch.Tensor:
+        """The factor, two-dimensional."""
+        return state.read(self.stored, self.region).reshape(self.region.shape[-2:])
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen tensor of the model that the run began with, and the factors that are added to it."""
+
+    stored: str  # its name
+    file: Path
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype  # that of the state
+    factors: tuple[_Factor, ...]  # `b` and `a`, or none
+    place: tuple[int, int]
+    in_fp32: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hugging Face name."""
+        return (self.stored,)
+
+    def tensors(self, state: SavedState) -> Tensors:
+        """The sum, as the trainer makes it."""
+        with safe_open(self.file, framework="pt") as file:
+            frozen = file.get_tensor(self.stored).to(self.dtype)
+        if not self.factors or (lora := state.facts.lora) is None:
+            return (frozen,)
+        b, a = (factor.matrix(state) for factor in self.factors)
+        return (merged(frozen, b, a, lora.alpha / lora.rank),)
+
 
 class StoredWeights:
     """All weights of a state, in the order of the layers."""
 
     def __init__(self, model_dir: Path, state: SavedState, vocab_size: int) -> None:
-        """Plan the conversion; reads no tensor. `model_dir` has the model's config.json; the embedding has `vocab_size`
-        rows without padding. Raises InputError: megatron-bridge does not know the architecture, or a tensor cannot be
-        converted."""
+        """Plan the conversion; reads no tensor. `model_dir` has the model's config.json, and if the state holds
+        adapters also the model's weights; the embedding has `vocab_size` rows without padding. Raises InputError:
+        megatron-bridge does not know the architecture, or a tensor cannot be converted."""
         with quietly():
             bridge = AutoBridge.from_hf_pretrained(str(model_dir))
             self._config = bridge.to_megatron_provider(load_weights=False)
             self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
         self._state, self._vocab_size = state, vocab_size
         tensors = [name for name in sorted(state.tensors) if not name.startswith(OPTIMIZER_PREFIX)]
-        found = [entry for name in tensors for entry in self._entries(name)]
+        held = [name for name in tensors if _ADAPTER not in name]
+        found: list[Entry | Adapted] = [entry for name in held for entry in self._entries(name)]
+        if state.facts.lora is not None:
+            given = {name for entry in found for name in entry.names}
+            found += [entry for entry in self._adapted(model_dir, tensors) if entry.stored not in given]
         self.entries = tuple(sorted(found, key=lambda entry: (entry.place, entry.stored)))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face name and contiguous tensor, in the order of `entries`."""
         for entry in self.entries:
-            whole = self._state.read(entry.stored, entry.region)
-            parts = entry.split(whole.reshape(whole.shape[entry.axes :]))
-            del whole
-            for name, tensor in zip(entry.names, parts, strict=True):
+            for name, tensor in zip(entry.names, entry.tensors(self._state), strict=True):
                 yield name, tensor.contiguous()
 
     def _entries(self, stored: str) -> Iterator[Entry]:
+        for name, region, axes in self._layers(stored):
+            yield self._entry(stored, name, region, axes)
+
+    def _layers(self, stored: str) -> Iterator[tuple[str, Region, int]]:
+        """Each layer or expert of a tensor: its name in the model, its region, and the number of axes that count."""
         size = self._state.tensors[stored].size
         axes = len(list(filter(None, (_STACKED.match(stored), _EXPERTS.match(stored)))))  # of layers, then of experts
         rest = size[axes:]
         for numbers in itertools.product(*map(range, size[:axes])):
-            region = Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest))
-            yield self._entry(stored, _numbered(stored, numbers), region, axes)
+            yield (
+                _numbered(stored, numbers),
+                Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest)),
+                axes,
+            )
+
+    def _adapted(self, model_dir: Path, stored: list[str]) -> Iterator[Adapted]:
+        """Every tensor of the model's folder, with its factors."""
+        factors: dict[str, tuple[_Factor, ...]] = {}
+        for name in stored:  # sorted, so that `a` comes before `b`
+            if _ADAPTER in name:
+                for layer, region, _ in self._layers(name):
+                    weight = self._weight(layer)
+                    factors[weight] = (_Factor(name, region), *factors.get(weight, ()))
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._state.facts.precision]
+        for path in sorted(model_dir.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - no dictionary
+                    shape = tuple(file.get_slice(name).get_shape())
+                    numbered = _NUMBERED.search(name)
+                    place = (1, int(numbered.group(1))) if numbered else (2 * ("embed" not in name), 0)
+                    yield Adapted(name, path, (shape,), dtype, factors.get(name, ()), place)
+
+    def _weight(self, factor: str) -> str:
+        """Hugging Face name of the matrix that an adapter's factor of a layer belongs to."""
+        linear, _, own = factor.replace(_ADAPTER, ".").rpartition(".")
+        mapping = self._registry.megatron_to_hf_lookup(f"{linear}.weight")
+        target = f".{own[:-2]}.weight"  # without `_a` or `_b`
+        return next(name for name in _names(mapping.hf_param) if name.endswith(target))
 
     def _entry(self, stored: str, name: str, region: Region, axes: int) -> Entry:
         mapping = self._registry.megatron_to_hf_lookup(name)

@@ -13,7 +13,7 @@ _DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
 class LoraConfig(Frozen):
-    """Low-rank adapters, which are trained while the model's own weights are frozen. Engines and exports get the sum."""
+    """Low-rank adapters, which are trained beside the model's frozen weights. Engines and exports get the sum."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the product that is added to a matrix. Any rank fits every layout."""

@@ -172,6 +172,8 @@ def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", Saved
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
         materialize(root, trained, folder / "state", STATE, needed_for_weights)
         state = SavedState(folder / "state", weights_alone=True)
+        if state.facts.lora is not None:  # what adapters are added to is no part of the state
+            materialize(root, prepared, folder, MODEL, is_weights)
         prepare("cpu")
         from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
 

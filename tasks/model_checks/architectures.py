@@ -114,6 +114,13 @@ def check_architecture(facts: Mapping[str, Any], device: Device, accepted: Seque
     check_keys(facts, name, accepted, where)
 
 
+def check_export(facts: Mapping[str, Any], key: str, where: str) -> None:
+    """Refuse a setting `key` that needs weights which storage alone can convert. Raises InputError."""
+    if (name := architecture_of(facts, where)) not in WITHOUT_TRANSFORMER_ENGINE:
+        known = ", ".join(sorted(WITHOUT_TRANSFORMER_ENGINE))
+        raise InputError(f"{where}: {key} does not know the architecture {name}: leave it out, or use one of {known}")
+
+
 def check_full_attention(facts: Mapping[str, Any], where: str) -> None:
     """Raises InputError, naming the model's attention: Transformer Engine cannot divide its sequences."""
     name, window = architecture_of(facts, where), _window(facts, where)

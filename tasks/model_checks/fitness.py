@@ -11,6 +11,7 @@ from tasks.model_checks import architectures
 from tasks.model_checks.weights import check_weights
 from trainer_core.config import Device, TrainerConfig, check_context, check_layout, experts_of
 from trainer_core.effects import Unused, without_effect
+from trainer_core.lora import check_targets
 from trainer_core.platform import te_absent
 
 Facts = Mapping[str, Any]  # content of a model's config.json
@@ -39,6 +40,9 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     """Raises InputError, naming the keys: the configuration does not fit the model, which messages call `where`."""
     architectures.check_numbers(facts, where)
     check_layout(config.train.parallel, facts)
+    if config.train.lora is not None:
+        architectures.check_export(facts, "train.lora", where)
+        check_targets(config.train.lora, facts, experts_of(facts))
     if device == "cuda" and not te_absent.is_absent():
         check_context(config.train, True, config.device.deterministic)
         if config.train.parallel.context > 1:

@@ -158,6 +158,16 @@ SETTINGS = {
         ["train.experts.auxiliary_loss=0.1"],
         ["train.experts.auxiliary_loss has no effect with a model without experts"],
     ),
+    "a target of LoRA": (
+        ["train.lora.targets=['q_proj','kv_b_proj']"],
+        ['train.lora.targets has "kv_b_proj", which is no matrix', "use names of self_attn.q_proj"],
+    ),
+    "no target of LoRA": (["train.lora.targets=[]"], ["train.lora.targets", "an empty target names no matrix"]),
+    "dropout of LoRA": (["train.lora.dropout=0.1"], ["train.lora.dropout"]),
+    "fused gradients of LoRA": (
+        ["train.lora.rank=4", "train.megatron.gradient_accumulation_fusion=true"],
+        ["with lora weights have no gradients", "leave megatron.gradient_accumulation_fusion out"],
+    ),
     "a key let pass without need": (["model.accept=['hidden_act']"], ["model.accept names hidden_act", "leave it out"]),
     "heads of an engine": (["engine.tensor=4"], ["attention heads", "(2) cannot be divided by engine.tensor = 4"]),
     "head size": (

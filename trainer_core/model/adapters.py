@@ -17,6 +17,7 @@ from megatron.bridge.models.conversion import param_mapping as maps
 from megatron.bridge.models.conversion.model_bridge import (
     _megatron_local_name_to_global,  # pyright: ignore[reportPrivateUsage]
 )
+from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core import parallel_state
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -117,8 +118,8 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:
-        """Set the factors to those of a new adapter, the same in every layout: `a` by Kaiming's uniform distribution, as
-        in peft, `b` to zero."""
+        """Set the factors to those of a new adapter, the same in every layout: `a` by Kaiming's uniform distribution,
+        as in peft, `b` to zero."""
         shares, share = (self._place.group.size(), self._place.group.rank()) if self._place.split == "row" else (1, 0)
         for part in self._place.parts:
             b, a = (self.get_parameter(name) for name in _names(part))
@@ -178,6 +179,8 @@ def adapt(modules: Sequence[torch.nn.Module], registry: Any, provider: Any, conf
                 parent.add_module(_CHILD, _Adapters())
             adapters[linear] = Adapter(linear, place, config)
             parent.get_submodule(_CHILD).add_module(name, adapters[linear])
+    if not adapters:
+        raise InputError(f"train.lora.targets {list(config.targets)} names no matrix of a rank's layers: name others")
     return adapters
 
 
@@ -186,8 +189,8 @@ def _linears(
 ) -> Iterator[tuple[torch.nn.Module, str, Any]]:
     """Every matrix of a layer that the bridge knows: the module it belongs to, its name there, and the bridge's mapping
     of its weight."""
-    chunks: Any = list(modules)
-    for stage, chunk in enumerate(modules):
+    chunks: Any = unwrap_model(list(modules))  # pyright: ignore[reportArgumentType]
+    for stage, chunk in enumerate(chunks):
         for path, parent in named_parts(chunk):
             for name, linear in parent._modules.items():
                 weight = linear._parameters.get("weight") if linear is not None and ".layers." in path else None

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -273,7 +274,7 @@ def _adapted(modules: list[Any], bridge: AutoBridge, provider: GPTModelProvider,
     """Freeze the model under adapters, if it is to have some."""
     if config.lora is None:
         return {}
-    for module in modules:
+    for module in unwrap_model(modules):
         if config.megatron.recompute == "layers" and "embedding" in module._modules:
             # recomputed layers have gradients only if their input has one
             module.embedding.register_forward_hook(lambda _module, _given, hidden: hidden.requires_grad_())
