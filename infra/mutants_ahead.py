@@ -120,4 +120,12 @@ AHEAD = (
         "    if False:\n",
         _CHECKS,
     ),
+    Mutant(
+        "ahead-on-a-card-that-is-too-small",
+        "a rank and engines that one card cannot hold begin to start side by side",
+        "tasks/workers/room.py",
+        "    if of_rank + of_engines <= card_bytes:\n",
+        "    if True:\n",
+        ("tests/tasks/workers/test_room.py",),
+    ),
 )

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from storage import layout
 from storage.backends.root import Root
@@ -16,7 +16,7 @@ from tasks.config.environment import Settings
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
-from tasks.data.models import open_model
+from tasks.data.models import count_parameters, open_model, parameters_in
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
 from tasks.data.token_bytes import token_bytes
 from tasks.data.values import Keyed
@@ -29,7 +29,9 @@ from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, stored_codec
 from tasks.stages.views import Prepared
+from tasks.workers.peers import card_bytes
 from tasks.workers.placement import placement, transport
+from tasks.workers.room import check_room
 from trainer_core.config import Device
 from trainer_core.objectives.objective_config import check_sampling
 
@@ -101,6 +103,7 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
+    _check_room(config, device, lambda: count_parameters(config.model, facts))
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
@@ -122,7 +125,9 @@ def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -
     """The same checks of what a run has stored, and that the sources are still what it was made from."""
     check_sources(config, prepared)
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
-    _check_settings(config, facts, _device(config), where)
+    _check_settings(config, facts, device := _device(config), where)
+    stored = sum(part.bytes for part in prepared.parts if part.name.endswith(".safetensors"))
+    _check_room(config, device, lambda: parameters_in(stored, facts))
     check_stored_prompts(config, root, prepared)
 
 
@@ -196,6 +201,15 @@ def _check_ahead(config: RunConfig) -> None:
             f'other: leave {turns} out, with cards of their own for the engines (engine.cards = "own") if there is no '
             "room for both, or set rollout.ahead to 0"
         )
+
+
+def _check_room(config: RunConfig, device: Device, parameters: Callable[[], int]) -> None:
+    """Refuse rollouts beside a training where a card that they share is too small for both, as far as that is known."""
+    settings = Settings.from_environment()
+    if device == "cpu" or not (config.rollout.ahead and settings.local) or config.retrain is not None:
+        return
+    if (size := card_bytes(len(settings.gpus))) is not None:
+        check_room(config, parameters(), placement(config, settings), size)
 
 
 def _device(config: RunConfig) -> Device:

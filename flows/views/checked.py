@@ -1,7 +1,7 @@
 """`ratchet check`: validation of a configuration, its first prompts as tokens, and the resources of the run."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import pyarrow as pa
 from pydantic import BaseModel
@@ -15,16 +15,11 @@ from tasks.config.run import RunConfig
 from tasks.data.models import count_parameters
 from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
-from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
+from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, rank_bytes
 from tasks.workers.scratch import check_folders
-from trainer_core.config import Device, Precision
-
-_WEIGHT: Mapping[Precision, int] = {"fp32": 4, "bf16": 2}
-_KV_CACHE_MIB = KV_CACHE_BYTES_ON_CPU >> 20  # the least: on a GPU it takes what is free
-_GRADIENT = 4  # kept in fp32
-_OPTIMIZER: Mapping[Precision, int] = {"fp32": 8, "bf16": 12}  # two moments, and fp32 weights if there are others
+from trainer_core.config import Device
 
 
 class Needs(BaseModel, frozen=True, extra="forbid"):
@@ -55,19 +50,15 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
 
 def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int) -> Needs:
     """Estimate the resources of a run, from the number of its model's weights and the size of its tables of prompts."""
-    weight, parallel = _WEIGHT[config.train.precision], config.train.parallel
-    optimizer = _OPTIMIZER[config.train.precision]
-    share = parameters / (parallel.tensor * parallel.pipeline)
-    cache = config.engine.kv_cache_mib or _KV_CACHE_MIB
-    held = weight + _GRADIENT + optimizer / parallel.replicas + (weight if config.train.policy.needs_reference else 0)
+    weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
         device=device,
-        ranks=parallel.world_size,
+        ranks=config.train.parallel.world_size,
         engines=config.engine.count,
         reward_processes=scoring_processes(config.reward),
         parameters=parameters,
-        rank_bytes=round(share * held),
-        engine_bytes=parameters * _WEIGHT[config.engine.precision] + (cache << 20),
+        rank_bytes=rank_bytes(config, parameters),
+        engine_bytes=engine_bytes(config, parameters),
         stored_bytes=parameters * weight + prompt_bytes,
         state_bytes=parameters * (weight + optimizer),
         states_kept=_states_kept(config),

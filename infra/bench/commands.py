@@ -9,9 +9,9 @@ from cyclopts import App, Parameter
 from cyclopts.validators import Number
 from pydantic import BaseModel
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, Settings
 from flows.views.output import Output
-from infra.bench.cases import CaseName, SyncCaseName
+from infra.bench.cases import LAYOUTS, CaseName, LayoutName, SyncCaseName
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.upkeep.catalog import require_run
@@ -107,6 +107,25 @@ def sync(
 
     with Output(json=json) as output:
         found = bench_sync(case, pairs, transport)
+        output.result(found, _lines(found))
+    return 0
+
+
+@app.command
+def loop(
+    config: Annotated[str | None, Parameter(help="A configuration; by default random weights for the device.")] = None,
+    /,
+    *,
+    layout: Annotated[tuple[LayoutName, ...], Parameter(help="Only these layouts; may be repeated.")] = LAYOUTS,
+    iterations: Annotated[int, Parameter(help="Iterations of each run; those after the first count.")] = 4,
+    settings: Settings = (),
+    json: Json = False,
+) -> int:
+    """Measure iterations of real runs: shared cards, own cards, and own cards with rollouts ahead."""
+    from infra.bench.loop import bench_loop
+
+    with Output(json=json) as output:
+        found = bench_loop(config, settings, layout, iterations, output.say)
         output.result(found, _lines(found))
     return 0
 

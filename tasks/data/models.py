@@ -137,10 +137,15 @@ def count_parameters(section: ModelSection, facts: Mapping[str, Any]) -> int:
     """The number of weights; `facts` are those of config.json. Raises InputError: the files cannot be listed."""
     if section.generate is not None:
         return sum(math.prod(shape) for _, shape in shapes(model_config(section.generate)))
-    kind = str(facts.get("dtype") or facts.get("torch_dtype") or "float32").removeprefix("torch.")
     folder = open_model(section)
     sizes = folder.files()
-    return sum(sizes[name] for name in folder.weights()) // _SIZES.get(kind, 4)
+    return parameters_in(sum(sizes[name] for name in folder.weights()), facts)
+
+
+def parameters_in(size: int, facts: Mapping[str, Any]) -> int:
+    """The number of weights in files of `size` bytes, of a model with these facts."""
+    kind = str(facts.get("dtype") or facts.get("torch_dtype") or "float32").removeprefix("torch.")
+    return size // _SIZES.get(kind, 4)
 
 
 def _names_a_hub_model(source: str) -> bool:

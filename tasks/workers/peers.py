@@ -27,6 +27,24 @@ def asked(driver: Any, pairs: Sequence[tuple[int, int]]) -> bool | None:
     return all(_can(driver.cuDeviceCanAccessPeer, *(_device(driver, card) for card in pair)) for pair in pairs)
 
 
+@lru_cache
+def card_bytes(cards: int) -> int | None:
+    """Memory of the smallest of the first `cards` visible cards; None if there is no driver to ask."""
+    try:
+        return least(ctypes.CDLL(_DRIVER), cards)
+    except OSError:
+        return None
+
+
+def least(driver: Any, cards: int) -> int | None:
+    """Answer of `driver` to `card_bytes`."""
+    if driver.cuInit(0):
+        return None
+    sizes = [ctypes.c_size_t(0) for _ in range(cards)]
+    failed = [driver.cuDeviceTotalMem_v2(ctypes.byref(size), _device(driver, card)) for card, size in enumerate(sizes)]
+    return None if any(failed) else min(size.value for size in sizes)
+
+
 def _device(driver: Any, place: int) -> ctypes.c_int:
     device = ctypes.c_int(-1)
     driver.cuDeviceGet(ctypes.byref(device), place)

@@ -10,7 +10,7 @@ from hatchling.builders.wheel import WheelBuilder
 from flows.cli.app import execute
 
 PROJECT = Path(__file__).resolve().parents[3]
-COMMANDS = ("memory", "overhead", "rollout", "storage", "sync", "train")
+COMMANDS = ("loop", "memory", "overhead", "rollout", "storage", "sync", "train")
 
 
 def test_no_command_imports_a_bench_until_it_is_called():
@@ -35,6 +35,7 @@ def test_the_benches_are_commands_with_their_options(capsys: pytest.CaptureFixtu
         (["train", "--case=tiny", "--pairs=0"], "0 pairs"),
         (["storage", "--run=missing"], "missing"),
         (["overhead", "--iterations=0"], "--iterations"),
+        (["loop", "--iterations=2"], "give 3 or more"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
