@@ -131,7 +131,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked for."""
+    """Request of the command line."""
 
     cards: int
     small: bool
