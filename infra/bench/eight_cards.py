@@ -57,6 +57,7 @@ class Size(Frozen):
     tokens: int
     """Most tokens of a response."""
     cache_mib: int
+    cuda_graphs: bool = True
 
 
 FULL = Size(
@@ -68,12 +69,13 @@ FULL = Size(
 )  # fmt: skip
 """Qwen3-30B-A3B and Moonlight-16B-A3B, with fewer layers: a state of all 48 layers has 430 GB."""
 SMALL = Size(
-    experts=ExpertModel(layers=4, hidden=128, expert=64, experts=8, chosen=2, heads=4, kv_heads=2, head_dim=32,
+    experts=ExpertModel(layers=4, hidden=256, expert=128, experts=8, chosen=2, heads=4, kv_heads=2, head_dim=64,
                         vocabulary=512),
-    latent=LatentModel(layers=4, hidden=128, intermediate=256, expert=64, experts=8, chosen=2, heads=4, query_rank=48,
-                       value_rank=32, plain=24, rotary=8, value=32, vocabulary=512),
-    layers=4, precision="fp32", prompts=4, samples=8, tokens=56, cache_mib=64,
+    latent=LatentModel(layers=4, hidden=256, intermediate=512, expert=128, experts=8, chosen=2, heads=4, query_rank=96,
+                       value_rank=128, plain=128, rotary=64, value=128, vocabulary=512),
+    layers=4, precision="bf16", prompts=8, samples=8, tokens=128, cache_mib=512, cuda_graphs=False,
 )  # fmt: skip
+"""Shapes that cards have kernels for; on CPU in fp32."""
 LAYOUTS: dict[str, ParallelConfig] = {
     "one card": ParallelConfig(),
     "tp2 pp2 dp2": ParallelConfig(tensor=2, sequence=True, pipeline=2, data=2),
@@ -140,7 +142,9 @@ class Order:
     @property
     def size(self) -> Size:
         """Models and samples."""
-        return SMALL if self.small else FULL
+        cpu = Settings.from_environment().device("auto") == "cpu"
+        size = SMALL if self.small else FULL
+        return size.model_copy(update={"precision": "fp32"}) if cpu else size
 
 
 def layouts(order: Order, part: PartName, spec: ExpertModel | LatentModel) -> bool:
@@ -200,7 +204,12 @@ def tables(size: Size, model: str, length: int) -> dict[str, Any]:
                         "groups_per_part": max(1, size.prompts // 8),
                         "stop_tokens": list(range(vocabulary - vocabulary * 4 // size.tokens, vocabulary))}  # fmt: skip
     made["train"] |= {"max_length": length, "precision": size.precision, "micro_batch_size": 1}
-    made["engine"] |= {"max_model_len": length, "precision": size.precision, "kv_cache_mib": size.cache_mib}
+    made["engine"] |= {
+        "max_model_len": length,
+        "precision": size.precision,
+        "kv_cache_mib": size.cache_mib,
+        "cuda_graphs": size.cuda_graphs,
+    }
     return made
 
 
