@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.proof.faults import Fault, FaultFolder
+from infra.bench.card_memory import CardMemory
 from infra.bench.cases import Case, draw_samples
 from infra.bench.experts import ExpertModel, write_random
 from infra.bench.latent import LatentModel
@@ -284,37 +284,6 @@ def device_name() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-class CardMemory:
-    """Largest memory of each card in use during a block, as nvidia-smi tells; nothing without it."""
-
-    def __init__(self, period_s: float = 2.0) -> None:
-        self._period_s = period_s
-        self._most: list[int] = []
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="card-memory", daemon=True)
-
-    @property
-    def peak_gib(self) -> dict[str, float]:
-        """By card, GiB."""
-        return {f"card {number}: peak_gib": most / 1024 for number, most in enumerate(self._most)}
-
-    def __enter__(self) -> "CardMemory":
-        if shutil.which("nvidia-smi"):
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-
-    def _watch(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._end.wait(self._period_s):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if not done.returncode:
-                used = [int(line) for line in done.stdout.split()]
-                self._most = [max(pair) for pair in zip(used, self._most or used, strict=True)]
 
 
 PARTS: dict[PartName, Callable[[Order], bool]] = {
