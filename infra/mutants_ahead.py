@@ -128,4 +128,12 @@ AHEAD = (
         "    if True:\n",
         ("tests/tasks/workers/test_room.py",),
     ),
+    Mutant(
+        "head-without-older-weights",
+        "a head is chosen whose next rollouts need weights that are not kept",
+        "storage/upkeep/redoing.py",
+        "        if sampled and (sampled, workflow.samples) not in done:\n",
+        "        if False:\n",
+        _LOOP,
+    ),
 )

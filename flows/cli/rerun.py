@@ -83,12 +83,14 @@ def choose_command(
     """Make a revision the head of a run: what the run consists of, and goes on from. The others stay."""
     from flows.rerun import person
     from flows.views.reports import write_report  # draws curves
+    from tasks.config.stored import stored_config
 
     store = open_root(root)
     require_run(store, run)
     before = read_revisions(store, run).head
     with hold(store, run, "ratchet choose") as lease:
-        choose(store, WORKFLOW, run, revision, reason, person(), lease)
+        ahead = stored_config(store, run).rollout.ahead
+        choose(store, WORKFLOW, run, revision, reason, person(), lease, ahead)
         write_report(store, run)
     chosen = Chosen(run=run, before=before, head=revision)
     return Output.show(json, chosen, [f"run {run}: revision {revision} is the head, before it was {before}"])

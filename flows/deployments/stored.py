@@ -34,7 +34,7 @@ from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.section import COLDEST
-from tasks.config.stored import ConfigRecord, begun_by, forked_config
+from tasks.config.stored import ConfigRecord, begun_by, forked_config, stored_config
 from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights
 from tasks.export.target import ExportFolder
@@ -133,7 +133,8 @@ def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
     if before == revision:
         return Completed(message=f"run {run}: revision {revision} is the head already")
     with hold(store, run, owner()) as lease:
-        choose(store, WORKFLOW, run, revision, reason, f"flow run {flow_run.get_name()}", lease)
+        ahead = stored_config(store, run).rollout.ahead
+        choose(store, WORKFLOW, run, revision, reason, f"flow run {flow_run.get_name()}", lease, ahead)
         write_report(store, run)
     return Completed(message=f"run {run}: revision {revision} is the head, before it was {before}")
 

@@ -74,10 +74,19 @@ def unfinished(root: Root, run: str, revisions: Revisions) -> Rerun | None:
     return None if done is not None else last
 
 
-def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str, asked_by: str, fence: Fence) -> Choice:
-    """Make a revision the head. What is not done in it is done when the run goes on. Raises InputError if there is no
-    such revision, its stage is not done, or the run cannot go on from it; LeaseLost from the fence (nothing was
-    chosen)."""
+def choose(
+    root: Root,
+    workflow: Workflow,
+    run: str,
+    revision: int,
+    reason: str,
+    asked_by: str,
+    fence: Fence,
+    ahead: int = 0,
+) -> Choice:
+    """Make a revision the head. What is not done in it is done when the run goes on; its samples come from weights that
+    may be `ahead` updates older than the newest. Raises InputError if there is no such revision, its stage is not done,
+    or the run cannot go on from it; LeaseLost from the fence (nothing was chosen)."""
     revisions = read_revisions(root, run)
     goes_on = _goes_on(root, run, revisions.seen(revision))
     choice = Choice(revision=revision, goes_on=goes_on, reason=reason, asked_by=asked_by, time=datetime.now(UTC))
@@ -87,12 +96,15 @@ def choose(root: Root, workflow: Workflow, run: str, revision: int, reason: str,
     done = recorded.newest  # what the head needs next must be kept
     first = next(at for at in range(max(at for at, _ in done) + 2) if (at, workflow.ends_iteration) not in done)
     _check_kept(workflow, run, first if (first, workflow.holds_state) in done else first - 1, recorded)
+    for sampled in range(first, first + ahead):  # the one after those is sampled by weights that are to be made
+        if sampled and (sampled, workflow.samples) not in done:
+            _check_kept(workflow, run, max(0, sampled - 1 - ahead), recorded)
     fence.check()
     if record_choice(root, run, choice, len(then.choices)):
         return choice
     there = read_revisions(root, run).choices[len(revisions.choices)]
     # compared, because the answer to our own write may have been lost
-    return choice if there == choice else choose(root, workflow, run, revision, reason, asked_by, fence)
+    return choice if there == choice else choose(root, workflow, run, revision, reason, asked_by, fence, ahead)
 
 
 def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:

@@ -9,8 +9,9 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
+from storage.ownership.lease import hold
 from storage.upkeep.fork import fork
-from storage.upkeep.redoing import Wanted
+from storage.upkeep.redoing import Wanted, choose
 from storage.upkeep.verify import verify
 from tasks.config.stored import ConfigRecord, check_record, forked_config
 from tasks.stages.names import WORKFLOW, Stage
@@ -92,6 +93,16 @@ def test_what_needs_a_state_that_is_not_kept_is_not_begun_again(root, tmp_path, 
     drive(root, tmp_path, "rollout.ahead=1", "storage.keep_newest=1")
     with pytest.raises(InputError, match="needs the train state of iteration 1 of run 'small', which retention has"):
         rerun(root, RUN, Wanted(iteration, stage, "to see", "tests", ahead=1))
+
+
+def test_a_head_whose_next_rollouts_need_a_state_that_is_not_kept_is_not_chosen(root, tmp_path):
+    drive(root, tmp_path, "storage.keep_newest=1")
+    with hold(root, RUN, "tests") as lease:
+        with pytest.raises(
+            InputError, match="needs the train state of iteration 2 of run 'small', which retention has"
+        ):
+            choose(root, WORKFLOW, RUN, 0, "to see", "tests", lease, ahead=1)
+        choose(root, WORKFLOW, RUN, 0, "in turns only the newest is needed", "tests", lease)
 
 
 def test_a_fork_whose_rollouts_need_a_state_that_is_not_kept_is_not_begun(root, tmp_path):
