@@ -64,7 +64,8 @@ class _Prepared(NamedTuple):
 
 
 class BaseEngine(EngineProtocol, ABC):
-    """An engine in one process that samples a batch at a time. A subclass has `parameters`, `sample`, `logprobs`."""
+    """An engine in one process that samples a batch at a time. A subclass has `parameters`, `sample`, `logprobs`. It
+    gives no increments, and samples what was begun once more: a response depends on prompt and seed alone."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """A subclass loads the model of `spec.model_dir` too, on `spec.device`."""

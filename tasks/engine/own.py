@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,17 @@ import pyarrow as pa
 from storage.errors import InputError, RatchetError
 from tasks.config.run import ENGINES, EngineSection
 from tasks.engine.base import BaseEngine
-from tasks.engine.protocol import COMPLETIONS, Arrived, Collected, EngineIdentity, EngineProtocol, EngineSpec
+from tasks.engine.protocol import (
+    COMPLETIONS,
+    NOTHING,
+    Arrived,
+    Begun,
+    Collected,
+    EngineIdentity,
+    EngineProtocol,
+    EngineSpec,
+    Increment,
+)
 from trainer_core.objectives.user_config import found_code
 from trainer_core.user_code import UserFunction, line_of
 
@@ -47,6 +57,10 @@ def load_engine(target: UserFunction) -> type[Any]:
     return kind
 
 
+_Queued = dict[int, Sequence[Begun]]
+"""The beginnings of the responses of each batch that is under way, by its number."""
+
+
 class OwnEngine(EngineProtocol):
     """A user's engine behind the protocol. What it answers is checked; an error of its code is an InputError with the
     line, but for those of ours, of the operating system and of memory, after which a stage is tried again."""
@@ -55,7 +69,7 @@ class OwnEngine(EngineProtocol):
         """Make the engine. Raises InputError: as `load_engine`, or it cannot be made."""
         kind = load_engine(target)
         self._target = target
-        self._rows: dict[int, int] = {}  # prompts of the batches that are under way
+        self._begun: _Queued = {}
         with _refusing(target):
             self._engine: EngineProtocol = kind(spec)
 
@@ -68,12 +82,13 @@ class OwnEngine(EngineProtocol):
         """Call a method of the engine, and check its answer."""
         with _refusing(self._target):
             found = operator.methodcaller(name, *arguments)(self._engine)
-        flaw = _CHECKS[name](self._rows, arguments, found) if name in _CHECKS else None
+        flaw = _CHECKS[name](self._begun, arguments, found) if name in _CHECKS else None
         if flaw is not None:
             place = _line(self._target, inspect.getattr_static(type(self._engine), name))
             raise InputError(f"{_named(self._target)} returns {flaw} from {name}{place}")
         if name == "enqueue":
-            self._rows[arguments[0]] = len(arguments[1])
+            number, prompts, _, _, begun, *_ = arguments
+            self._begun[number] = begun or [NOTHING] * len(prompts)
         return found
 
 
@@ -92,27 +107,45 @@ for _name, _method in _METHODS.items():
     setattr(OwnEngine, _name, _forwarded(_name, _method))
 
 
-def _of_kind(*kinds: type) -> Callable[[Mapping[int, int], tuple[Any, ...], object], str | None]:
-    def check(_: Mapping[int, int], __: tuple[Any, ...], found: object) -> str | None:
+def _of_kind(*kinds: type) -> Callable[[_Queued, tuple[Any, ...], object], str | None]:
+    def check(_: _Queued, __: tuple[Any, ...], found: object) -> str | None:
         expected = " or ".join(kind.__name__ for kind in kinds)
         return None if isinstance(found, kinds) else f"a {type(found).__name__}, not {expected},"
 
     return check
 
 
-def _generated(_: Mapping[int, int], arguments: tuple[Any, ...], found: object) -> str | None:
+def _generated(_: _Queued, arguments: tuple[Any, ...], found: object) -> str | None:
     return _batch_flaw(found, len(arguments[0]))
 
 
-def _collected(rows: Mapping[int, int], _: tuple[Any, ...], found: object) -> str | None:
+def _collected(queued: _Queued, _: tuple[Any, ...], found: object) -> str | None:
     if not isinstance(found, Collected):
         return f"a {type(found).__name__}, not Collected,"
-    for one in found.finished:
-        if one.number not in rows:
+    for one in (*found.finished, *found.increments):
+        if one.number not in queued:
             return f"batch {one.number}, which was not queued,"
-        if (flaw := _batch_flaw(one.completions, rows[one.number])) is not None:
+    for one in found.finished:
+        begun = queued[one.number]
+        if (flaw := _batch_flaw(one.completions, len(begun)) or _beginning_flaw(one.completions, begun)) is not None:
             return f"{flaw} as batch {one.number}"
+    return next(filter(None, (_growth_flaw(one, queued[one.number]) for one in found.increments)), None)
+
+
+def _beginning_flaw(found: pa.RecordBatch, begun: Sequence[Begun]) -> str | None:
+    for row, (one, tokens) in enumerate(zip(begun, found["response_tokens"], strict=True)):
+        there = tokens.values.to_numpy()[: len(one.tokens)]
+        if not np.array_equal(there, one.tokens):
+            return f"response {row} that begins with {there.tolist()}, not with what was begun, {one.tokens.tolist()},"
     return None
+
+
+def _growth_flaw(one: Increment, begun: Sequence[Begun]) -> str | None:
+    if not (0 <= one.row < len(begun) and one.first >= len(begun[one.row].tokens)):
+        return f"an increment of batch {one.number} for row {one.row} from token {one.first}, which is not there,"
+    tokens, logprobs = one.grown
+    fits = len(tokens) == len(logprobs) > 0 and np.isfinite(logprobs).all()
+    return None if fits else f"an increment of {len(tokens)} tokens and {len(logprobs)} finite log-probabilities"
 
 
 def _batch_flaw(found: Any, prompts: int) -> str | None:
@@ -132,7 +165,7 @@ def _batch_flaw(found: Any, prompts: int) -> str | None:
     return None
 
 
-def _scored(_: Mapping[int, int], arguments: tuple[Any, ...], found: Any) -> str | None:
+def _scored(_: _Queued, arguments: tuple[Any, ...], found: Any) -> str | None:
     wanted = [len(sequence) - 1 for sequence in arguments[0]]
     arrays = isinstance(found, list) and all(isinstance(one, np.ndarray) and one.dtype == np.float32 for one in found)
     if not arrays:

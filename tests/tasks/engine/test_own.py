@@ -1,5 +1,7 @@
 """Engines of a user's own: the example through the calls of the stages, and what a user's code may do wrong."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from tasks.config.model import GeneratedModel
 from tasks.config.run import EngineSection
 from tasks.data.generated import generate_tokenizer
 from tasks.engine.own import OwnEngine, find_engine, load_engine
-from tasks.engine.protocol import EngineIdentity, EngineSpec, Sampling, weights_digest
+from tasks.engine.protocol import Begun, EngineIdentity, EngineSpec, Sampling, weights_digest
 from tasks.engine.start import start_engine
 from tasks.model_checks.objective import check_engine
 from tasks.stages.proof import proven
@@ -234,6 +236,38 @@ def test_a_batch_that_was_not_queued_is_refused(tmp_path):
     text = f"{BASE}\n    {collect}\n".replace("import numpy", how, 1)
     engine = OwnEngine.of(find_engine(written(tmp_path, text), ""), SPEC)
     with pytest.raises(InputError, match=r"batch 5, which was not queued, from collect \(mine\.py, line 17\)"):
+        engine.collect(0.1)
+
+
+BEGUN = [Begun(np.array([5], np.int32), np.array([-0.5], np.float32))]
+GROWN = "import numpy as np\nfrom tasks.engine.protocol import Begun, Collected, Increment\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "logprobs", "said"),
+    [
+        (1, 1, "[-0.5]", r"an increment of batch 3 for row 1 from token 1, which is not there, from collect"),
+        (0, 0, "[-0.5]", r"for row 0 from token 0, which is not there"),
+        (0, 1, "[-0.5, -0.5]", r"an increment of 1 tokens and 2 finite log-probabilities from collect"),
+        (0, 1, "[np.nan]", r"an increment of 1 tokens and 1 finite"),
+        (0, 1, "[-0.5]", None),
+    ],
+)
+def test_a_wrong_increment_is_refused(tmp_path, row, first, logprobs, said):
+    grown = f"Increment(3, {row}, {first}, Begun(np.array([5]), np.array({logprobs}, np.float32)), None)"
+    text = f"{GROWN}{BASE}\n    def collect(self, wait_s): return Collected([], 0, [{grown}])\n"
+    engine = OwnEngine.of(find_engine(written(tmp_path, text), ""), SPEC)
+    engine.enqueue(3, [[1]], [0], Sampling(max_tokens=3), BEGUN)
+    with pytest.raises(InputError, match=said) if said else contextlib.nullcontext():
+        assert len(engine.collect(0.1).increments) == 1
+
+
+def test_a_response_that_does_not_begin_with_what_was_begun_is_refused(tmp_path):
+    engine = OwnEngine.of(find_engine(written(tmp_path, BASE), ""), SPEC)
+    engine.enqueue(3, [[1]], [0], Sampling(max_tokens=3), BEGUN)
+    with pytest.raises(
+        InputError, match=r"begins with \[.*\], not with what was begun, \[5\], as batch 3 from collect"
+    ):
         engine.collect(0.1)
 
 
