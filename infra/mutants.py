@@ -24,6 +24,7 @@ from infra.mutants_evaluate import EVALUATE
 from infra.mutants_face import FACE
 from infra.mutants_families import FAMILIES
 from infra.mutants_inputs import INPUTS
+from infra.mutants_judge import JUDGE
 from infra.mutants_known import Mutant
 from infra.mutants_lora import LORA
 from infra.mutants_machine import MACHINE
@@ -72,6 +73,7 @@ MUTANTS = (
     *ORIGINS,
     *OWN_ENGINE,
     *ENDPOINT,
+    *JUDGE,
     *PAGES,
     *PLAN,
     *RESPONSES,

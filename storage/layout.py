@@ -20,6 +20,7 @@ _PIECE = re.compile(rf"{_WORK}\.pieces/[\w.-]+\.json", re.ASCII)
 _INCREMENT = re.compile(rf"({_WORK})\.increments/([\w.-]+)\.\d{{5,}}\.json", re.ASCII)
 _RETIRED = re.compile(rf"{_WORK}\.retired\.json", re.ASCII)
 
+_EXCHANGE = re.compile(r"exchanges/[0-9a-f]+\.json", re.ASCII)
 _RERUN = re.compile(rf"revisions/rerun-({_SIX})\.json", re.ASCII)
 _CHOICE = re.compile(rf"revisions/head-({_SIX})\.json", re.ASCII)
 _COPY = re.compile(rf"copies/((?:rerun|head)-{_SIX})-[0-9a-f]{{{DIGEST_CHARACTERS}}}\.json", re.ASCII)
@@ -227,6 +228,16 @@ def name_flaw(name: str) -> str | None:
     return None
 
 
+def exchange_folder(run: str) -> str:
+    """Exchanges with services outside the run, such as judges."""
+    return f"{run}/exchanges"
+
+
+def exchange_key(run: str, digest: str) -> str:
+    """One of them, by the digest of what was asked."""
+    return f"{exchange_folder(run)}/{digest}.json"
+
+
 def lease_folder(run: str) -> str:
     """The log of the lease."""
     return f"{run}/lease"
@@ -303,7 +314,7 @@ def is_stray(key: str) -> bool:
     if not key.isascii() and any("\ud800" <= character <= "\udfff" for character in key):
         return True
     name = key.partition("/")[2]
-    whole = (_MANIFEST, _ATTEMPT, _PIECE, _INCREMENT, _RETIRED, _RERUN, _CHOICE, _LEASE)
+    whole = (_MANIFEST, _ATTEMPT, _PIECE, _INCREMENT, _RETIRED, _RERUN, _CHOICE, _LEASE, _EXCHANGE)
     known = name in ("run.json", "removal.json") or name.startswith(("parts/", "report/"))
     known = known or copied(key) is not None or archive_span(key) is not None or is_temporary(key)
     return not known and not any(pattern.fullmatch(name) for pattern in whole)

@@ -15,7 +15,7 @@ from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
 from tasks.rewards.trying import check_reward
-from tasks.stages.trial import Trial, try_reward
+from tasks.stages.trial import Trial, Trials, try_reward
 from trainer_core.user_code import located_function, without_folder
 
 _EXCERPT = 60
@@ -32,10 +32,11 @@ def reward_command(
         tuple[str, ...],
         Parameter(name="--set", help="Another setting, as reward.key=value; may be repeated.", negative=()),
     ] = (),
+    last: Annotated[int, Parameter(help="Iterations that are scored, up to the one that is named.")] = 1,
     root: RootUrl = DEFAULT_ROOT,
     json: Json = False,
 ) -> int:
-    """Try a reward function on the stored samples of an iteration; the run is not touched.
+    """Try a reward function on the stored samples of iterations; only what a judge was asked is stored.
 
     Exit code 1 if more samples than reward.max_failures remain without a score.
     """
@@ -43,10 +44,16 @@ def reward_command(
     store = open_root(root)
     section = _section(stored_config(store, place.run), function, settings)
     check_reward(section)
+    newest = place.iteration or 0
+    if not 1 <= last <= newest:
+        raise InputError(f"--last {last}: iteration {newest} ends from 1 to {newest} iterations")
     with Output(json=json) as output:
-        trial = try_reward(store, place.run, place.iteration or 0, section)
-        output.result(trial, list(_lines(trial)))
-    return StageFailed.exit_code if trial.too_many else 0
+        trials = [try_reward(store, place.run, newest - before, section) for before in reversed(range(last))]
+        lines = [line for trial in trials for line in _lines(trial)]
+        together = Trials(trials=tuple(trials))
+        told = f"all          {together.changed} of {together.samples} samples of {last} iterations changed"
+        output.result(*((trials[0], lines) if last == 1 else (together, [*lines, told])))
+    return StageFailed.exit_code if any(trial.too_many for trial in trials) else 0
 
 
 def _section(config: RunConfig, function: str | None, settings: Sequence[str]) -> RewardSection:

@@ -20,6 +20,7 @@ from storage.errors import (
     StorageError,
     StorageUnavailable,
 )
+from storage.exchanges import Exchange
 from storage.manifest import load
 from storage.ownership import log
 from storage.parallel import each
@@ -126,9 +127,10 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     recorded = names(root, run, revisions=revisions)
     stored, unreadable = survey(root, run, recorded)
     findings = [_damaged(one.key, one.reason) for one in unreadable]
+    asked = _unreadable(root.keys(layout.exchange_folder(run)), lambda key: records.read(root, key, Exchange))
     attempts = _unreadable(recorded.attempts, lambda key: records.read(root, key, Attempt))
     grown = _unreadable(recorded.increments, lambda key: records.read(root, key, IncrementRecord))
-    return stored, [*findings, *flaws, *attempts, *grown]
+    return stored, [*findings, *flaws, *asked, *attempts, *grown]
 
 
 def _copies(root: Root, run: str) -> Iterator[Finding]:

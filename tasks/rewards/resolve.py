@@ -16,11 +16,13 @@ VERSIONS: Mapping[str, int] = {
     "tasks.rewards.match:regex": 1,
     "tasks.rewards.math:math_verify": 1,
     "tasks.rewards.code:code_tests": 1,
+    "tasks.rewards.judge:judge": 1,
 }
 """Our own functions. A change that makes one score differently raises its version."""
 _GRADED = {"tasks.rewards.match:characters"}
 _IN_SANDBOX = {"tasks.rewards.code:code_tests"}
-_CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters"}
+_ASKS = {"tasks.rewards.judge:judge"}
+_CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters", *_ASKS}
 
 
 class Target(UserFunction):
@@ -45,6 +47,11 @@ class Target(UserFunction):
     def needs_sandbox(self) -> bool:
         """True if it runs programs of the policy."""
         return self.path in _IN_SANDBOX
+
+    @property
+    def asks(self) -> bool:
+        """True if it asks a judge, with deadlines of its own."""
+        return self.path in _ASKS
 
     @property
     def needs_process(self) -> bool:

@@ -11,6 +11,7 @@ from storage.digest import bytes_digest
 from tasks.config.environment import without_secrets
 from tasks.config.reward import RewardFunction, RewardSection
 from tasks.rewards.calling import Caller, NotFinite, weighted
+from tasks.rewards.judge import Exchanges, Remembered, judged
 from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes, source_in_process
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score, failed
@@ -31,12 +32,15 @@ class Scores:
     of ours."""
 
 
-def score_responses(section: RewardSection, responses: Sequence[Response], patient: bool = False) -> Scores:
+def score_responses(
+    section: RewardSection, responses: Sequence[Response], patient: bool = False, exchanges: Exchanges | None = None
+) -> Scores:
     """Score all responses with all functions of the section; `patient` goes on when more have failed than
-    `reward.max_failures` allows. Raises InputError (a function cannot be found, or a secret is not set), or StageFailed
-    (a function cannot be imported)."""
+    `reward.max_failures` allows. Judges find and keep what was asked in `exchanges`. Raises InputError (a function
+    cannot be found, or a secret is not set), or StageFailed (a function cannot be imported)."""
     allowed = None if patient else max(failures_allowed(section.max_failures, len(responses)), EXAMPLES - 1)
-    found = {part.name: _scored(section, part, responses, allowed) for part in section.parts}
+    kept = Remembered() if exchanges is None else exchanges
+    found = {part.name: _scored(section, part, responses, allowed, kept) for part in section.parts}
     sources = _by_function(section, {name: one.source for name, one in found.items()})
     if not section.functions:
         return Scores(found[""].scores, sources)
@@ -100,9 +104,19 @@ def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str
     return found
 
 
-def _scored(section: RewardSection, part: RewardFunction, responses: Sequence[Response], allowed: int | None) -> Scored:
+def _scored(
+    section: RewardSection,
+    part: RewardFunction,
+    responses: Sequence[Response],
+    allowed: int | None,
+    exchanges: Exchanges,
+) -> Scored:
     order = order_of(section, part)
     version = order.target.version
+    if order.target.asks:
+        asked = [(one.record, one.text) for one in responses]
+        found = judged(values_of(order.arguments), asked, exchanges, allowed, without_secrets)
+        return Scored(found, f"version {version}")
     if section.processes or order.target.needs_process:
         scored = score_in_processes(order, responses, max(section.processes, 1), allowed)
     else:

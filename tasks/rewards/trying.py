@@ -15,6 +15,7 @@ from tasks.config.reward import RewardFunction, RewardSection
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.calling import NotCallable, parameters_of
 from tasks.rewards.code import SECONDS
+from tasks.rewards.judge import Judge
 from tasks.rewards.pool import Refused, Response, Worker, score_in_processes
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score
@@ -72,6 +73,8 @@ def _checked(document: str) -> None:
             check_sandbox()
             _check_seconds(section, part)
         try:
+            if order.target.asks:
+                Judge.of(values_of(part.arguments))
             if order.target.version is not None:
                 parameters_of(own_function(order.target), values_of(part.arguments), part.batch)
             else:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
+from storage.exchanges import RunExchanges
 from storage.schema import EVALUATION, fingerprint
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.engine.protocol import Sampling, token_rows
@@ -30,7 +31,7 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
         return StageOutput()
     answers = _answered(work, prepared, served, table)
     responses = responses_of(answers, text_codec(work.context, prepared), records_of(table), work.iteration)
-    scored = score_responses(section, responses)
+    scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
     scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
     result = with_scores(answers, scores, EVALUATION)
     condition = condition_of(result, section, work.config.evaluate.passing)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from storage.digest import value_digest
 from storage.errors import InputError
+from storage.exchanges import RunExchanges
 from storage.manifest import Manifest, Part, commit, find
 from storage.parallel import each
 from storage.parts import PartWriter, read_parts
@@ -212,7 +213,8 @@ class _Asked:
         iteration = self.writer.iteration
         responses = responses_of(answers, self.codec, records_of(rows), iteration)
         what = f"evaluation of iteration {iteration}"
-        scored = unchanged(score_responses(self.context.config.reward, responses, patient=True), self.made_of, what)
+        section, kept = self.context.config.reward, RunExchanges(self.context.root, self.writer.run)
+        scored = unchanged(score_responses(section, responses, True, kept), self.made_of, what)
         scores = [score for score in scored.scores if score is not None]
         more = {
             "run": pa.repeat(pa.scalar(self.context.run), len(scores)),

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.digest import value_digest
+from storage.exchanges import RunExchanges
 from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import REWARD, SELECTION, fingerprint
@@ -82,7 +83,8 @@ class _Scoring:
         """The scores of some shares, by the same processes: each costs a second to start."""
         section = self.work.config.reward
         responses = [response for table in tables for response in self._responses(table)]
-        scored = unchanged(score_responses(section, responses), self.made_of, what)
+        kept = RunExchanges(self.work.root, self.work.writer.run)
+        scored = unchanged(score_responses(section, responses, exchanges=kept), self.made_of, what)
         scores = accepted(scored.scores, responses, section.max_failures, what)
         ends = np.cumsum([table.num_rows for table in tables])
         pairs = zip(tables, ends.tolist(), strict=True)

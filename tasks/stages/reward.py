@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from pydantic import JsonValue
 
+from storage.exchanges import RunExchanges
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from storage.turns import with_finish_reasons
@@ -26,7 +27,7 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     table = with_finish_reasons(read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED))
     records = records_of(prompts(work.context, prepared, "train"))
     responses = responses_of(table, text_codec(work.context, prepared), records, work.iteration)
-    scored = score_responses(section, responses)
+    scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
     scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
     result = with_scores(table, scores, REWARD)
     mean = np.mean(result["reward"].drop_null().to_numpy())

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
 from storage.backends.root import Root
 from storage.errors import InputError
+from storage.exchanges import RunExchanges
 from storage.manifest import find, need
 from storage.parts import read_parts, read_table
 from storage.revisions import Revisions, read_revisions
@@ -56,12 +57,30 @@ class Trial(BaseModel, frozen=True, extra="forbid"):
     examples: tuple[Example, ...]  # of what failed, else of what has changed, else the first
 
 
+class Trials(BaseModel, frozen=True, extra="forbid"):
+    """Trials of one reward on several iterations."""
+
+    trials: tuple[Trial, ...]  # oldest first
+
+    @computed_field
+    @property
+    def samples(self) -> int:
+        """Samples of all iterations."""
+        return sum(one.samples for one in self.trials)
+
+    @computed_field
+    @property
+    def changed(self) -> int:
+        """Samples whose stored reward is another, of the iterations that are scored."""
+        return sum(one.changed or 0 for one in self.trials)
+
+
 def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> Trial:
     """Score the stored samples of an iteration. Raises InputError (the iteration has no samples, or the function cannot
     be found) or StageFailed (the function cannot be imported)."""
     seen = read_revisions(root, run)  # once: samples and scores of one revision
     responses = _stored_responses(root, run, iteration, seen)
-    scored = score_responses(section, responses, patient=True)
+    scored = score_responses(section, responses, patient=True, exchanges=RunExchanges(root, run))
     scores = [score for score in scored.scores if score is not None]
     before = _stored_rewards(root, run, iteration, seen)
     counted = metrics(scores)

@@ -1,0 +1,258 @@
+"""A judge: a model at an OpenAI-compatible address that scores responses by a rubric.
+
+It runs in the calling process, with threads and deadlines of its own: what was asked is kept in the run's root, which
+no scoring process can reach. An exchange is kept once a score was read from it, so a failure is asked again."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+from pydantic import Field, ValidationError, field_validator
+
+from storage.digest import value_digest
+from storage.errors import InputError
+from storage.exchanges import Exchange
+from tasks.rewards.sample import Score, failed
+from tasks.rewards.words import shown
+from trainer_core.config import Frozen
+
+_FIELD = re.compile(r"\{(\w+)\}")
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 60.0
+_TRANSIENT = (408, 409, 425, 429)
+
+
+class Exchanges(Protocol):
+    """A store of exchanges by the digest of what was asked."""
+
+    def find(self, digest: str) -> Exchange | None:
+        """The exchange under a digest; None if there is none."""
+        ...
+
+    def keep(self, digest: str, exchange: Exchange) -> Exchange:
+        """Keep an exchange; the one that counts is returned."""
+        ...
+
+
+class Remembered(dict[str, Exchange]):
+    """Exchanges in memory."""
+
+    def find(self, digest: str) -> Exchange | None:
+        """See `Exchanges`."""
+        return self.get(digest)
+
+    def keep(self, digest: str, exchange: Exchange) -> Exchange:
+        """See `Exchanges`."""
+        return self.setdefault(digest, exchange)
+
+
+class Judge(Frozen):
+    """Settings of a judge, the arguments of the reward function `judge`."""
+
+    url: str = Field(pattern=r"^https?://")
+    """Base URL, to which `/chat/completions` is appended."""
+    model: str
+    """Model that judges."""
+    rubric: str
+    """Message to the judge. `{response}` stands for the response, and `{name}` for a field of the record."""
+    api_key: str = ""
+    """Key of the address, by reference: `env:NAME`. It is not part of what is kept."""
+    score: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score; its last match in the answer counts."""
+    scale: float = Field(default=1.0, gt=0)
+    """Divisor of the score."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of the judge."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Limit on its answer, in tokens."""
+    seconds: float = Field(default=60.0, gt=0)
+    """Deadline of one request."""
+    retries: int = Field(default=4, ge=0)
+    """Further requests after one that failed: no connection, time-out, refusal for load, answer without a score."""
+    at_once: int = Field(default=8, ge=1, le=256)
+    """Requests under way at a time."""
+    per_minute: float | None = Field(default=None, gt=0)
+    """Most requests that begin in a minute."""
+
+    @field_validator("rubric")
+    @classmethod
+    def _shows_the_response(cls, rubric: str) -> str:
+        if "{response}" not in rubric:
+            raise ValueError("it must contain {response}, or the judge sees no response")
+        return rubric
+
+    @field_validator("score")
+    @classmethod
+    def _has_a_group(cls, score: str) -> str:
+        try:
+            groups = re.compile(score).groups
+        except re.error as error:
+            raise ValueError(f"it is no regular expression: {error}") from None
+        if groups < 1:
+            raise ValueError("it has no group: put the number of the score in brackets, as in 'score: ([0-9]+)'")
+        return score
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> "Judge":
+        """The judge of a configuration. Raises InputError: an argument is unknown, missing or cannot be used."""
+        try:
+            return cls.model_validate(dict(arguments))
+        except ValidationError as flaws:
+            first = flaws.errors(include_url=False, include_input=False)[0]
+            name = ".".join(map(str, first["loc"]))
+            fact = f"reward.arguments.{name} of the judge: {first['msg']}"
+            raise InputError(f"{fact}. Its arguments are {', '.join(cls.model_fields)}") from None
+
+    def question(self, record: Mapping[str, Any], response: str) -> dict[str, Any]:
+        """The body of a request. Raises KeyError: the rubric names a field that the record lacks."""
+        given = {**record, "response": response}
+        text = _FIELD.sub(lambda found: _text(given[found[1]]), self.rubric)
+        messages = [{"role": "user", "content": text}]
+        return {
+            "model": self.model,
+            "messages": messages,
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+        }
+
+    def read(self, body: str) -> float:
+        """The score in an answer. Raises ValueError: it is no answer, or has no score."""
+        try:
+            said = json.loads(body)["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"the answer is not of the OpenAI form: {shown(body)}") from None
+        found = re.findall(self.score, said)
+        if not found:
+            raise ValueError(f"the answer has no score: {shown(said)}")
+        return float(found[-1] if isinstance(found[-1], str) else found[-1][0]) / self.scale
+
+
+class _Failed(Exception):
+    """A request that failed; `after_s` is the time to wait that the address asks for."""
+
+    def __init__(self, score: Score, after_s: float = 0.0, final: bool = False) -> None:
+        super().__init__(score.detail)
+        self.score, self.after_s, self.final = score, after_s, final
+
+
+@dataclass
+class _Asking:
+    """A judge with its connections; used by several threads."""
+
+    judge: Judge
+    client: httpx.Client
+    exchanges: Exchanges
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _pace: threading.Lock = field(default_factory=threading.Lock)
+    _next: float = 0.0
+
+    def score(self, record: Mapping[str, Any], response: str) -> Score:
+        """The score of one response, from an exchange that was kept or from the judge."""
+        try:
+            body = self.judge.question(record, response)
+        except KeyError as lacking:
+            return failed("exception", f"the rubric names {lacking}, which the record lacks")
+        digest = value_digest([self.judge.url, body])
+        with self._locks.setdefault(digest, threading.Lock()):  # equal responses are asked about once
+            if (kept := self.exchanges.find(digest)) is None:
+                return self._asked(digest, json.dumps(body))
+        try:
+            return Score(self.judge.read(kept.response), "ok")
+        except ValueError as flaw:  # it was kept by another pattern
+            return failed("no_number", str(flaw))
+
+    def _asked(self, digest: str, text: str) -> Score:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                kept = self.exchanges.keep(digest, self._once(text, attempt))
+            except _Failed as failure:
+                if failure.final or attempt > self.judge.retries:
+                    return failure.score
+                time.sleep(failure.after_s or min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S))
+            else:
+                return Score(self.judge.read(kept.response), "ok")
+
+    def _once(self, text: str, attempt: int) -> Exchange:
+        self._wait()
+        begun = time.monotonic()
+        try:
+            answer = self.client.post("chat/completions", content=text, headers={"content-type": "application/json"})
+            answer.raise_for_status()
+            self.judge.read(answer.text)
+        except httpx.TimeoutException:
+            raise _Failed(failed("timeout", f"the judge did not answer within {self.judge.seconds:g} s")) from None
+        except httpx.HTTPStatusError as error:
+            code = error.response.status_code
+            detail = f"the judge answered with status {code}: {shown(error.response.text)}"
+            final = code < 500 and code not in _TRANSIENT
+            raise _Failed(failed("exception", detail), _asks_to_wait(error.response), final) from None
+        except httpx.HTTPError as error:
+            raise _Failed(
+                failed("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")
+            ) from None
+        except ValueError as flaw:
+            raise _Failed(failed("no_number", str(flaw))) from None
+        spent = time.monotonic() - begun
+        return Exchange(url=self.judge.url, request=text, response=answer.text, seconds=spent, attempts=attempt)
+
+    def _wait(self) -> None:
+        """Wait for the turn of the next request."""
+        if self.judge.per_minute is None:
+            return
+        with self._pace:
+            begins = max(self._next, time.monotonic())
+            self._next = begins + 60 / self.judge.per_minute
+        time.sleep(max(0.0, begins - time.monotonic()))
+
+
+def judge(record: Mapping[str, Any], response: str, **arguments: Any) -> float:
+    """Ask a judge once about a response, without keeping anything. Raises ValueError: it gave no score."""
+    (score,) = judged(arguments, [(record, response)], Remembered())
+    if score is None or score.reward is None:
+        raise ValueError("" if score is None else score.detail)
+    return score.reward
+
+
+def judged(
+    arguments: Mapping[str, Any],
+    responses: Sequence[tuple[Mapping[str, Any], str]],
+    exchanges: Exchanges,
+    allowed: int | None = None,
+    cleaned: Callable[[str], str] = str,
+) -> list[Score | None]:
+    """Scores of responses to records. After `allowed` failures no more are asked: their scores are None. What is told
+    of a failure is `cleaned` of secrets. Raises InputError: an argument cannot be used."""
+    settings = Judge.of(arguments)
+    bearer = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    failures, lock = [0], threading.Lock()
+
+    def score(one: tuple[Mapping[str, Any], str]) -> Score | None:
+        if allowed is not None and failures[0] > allowed:
+            return None
+        found = asking.score(*one)
+        if found.reward is None:
+            with lock:
+                failures[0] += 1
+        return Score(found.reward, found.status, cleaned(found.detail), found.reason)
+
+    base = f"{settings.url.rstrip('/')}/"
+    with httpx.Client(base_url=base, timeout=settings.seconds, headers=bearer) as client:
+        asking = _Asking(settings, client, exchanges)
+        with ThreadPoolExecutor(settings.at_once) as threads:
+            return list(threads.map(score, responses))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _asks_to_wait(answer: httpx.Response) -> float:
+    given = answer.headers.get("retry-after", "")
+    return min(float(given), _LONGEST_WAIT_S) if given.replace(".", "", 1).isdigit() else 0.0
