@@ -1,8 +1,8 @@
 """Replacement of `flows.run.open_context` over small workers in this process: the real flow, loop and stages.
 
 Files beside the root choose the failures: `fail-STAGE` has the name of an error that its engine or rank raises, the
-message and the number of calls before it. `slow-rollout` has the seconds that a rollout takes longer. `calls-STAGE` has
-a character for each call that was answered.
+message and the number of calls before it. `slow-rollout` has the seconds that a rollout waits at most for its removal.
+`calls-STAGE` has a character for each call that was answered.
 """
 
 import time
@@ -26,8 +26,9 @@ def small_context(name: str, root: Any, config: Any, progress: Any, lease: Any, 
     def meet(stage: str) -> None:
         slow, fail, calls = (beside / f"{what}-{stage}" for what in ("slow", "fail", "calls"))
         answered = len(calls.read_text()) if calls.exists() else 0
-        if slow.exists():
-            time.sleep(float(slow.read_text()))
+        until = time.monotonic() + float(slow.read_text()) if slow.exists() else 0.0
+        while slow.exists() and time.monotonic() < until:
+            time.sleep(0.02)
         if fail.exists():
             given, usual = fail.read_text().split("|"), ["StageFailed", f"{stage} does not work here", "0"]
             name, message, after = [*given, *usual[len(given) :]]

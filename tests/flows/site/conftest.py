@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,12 +17,13 @@ import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId, LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import FlowRun
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from storage.backends.root import open_root
+from tests.command_server import Finished, carry_out
 from tests.prefect_home import prepared
 from tests.small.config import _DOCUMENT
 
@@ -61,20 +60,17 @@ def free_port() -> int:
     raise AssertionError("none of a hundred ports is free")
 
 
-def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def command(*words: str, **more: str) -> Finished:
+    """The result of a command of a person whose environment names no server."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return subprocess.run(
-        [sys.executable, "-m", "flows", *words, "--json"],
-        cwd=PROJECT, env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1", **more},
-        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+    return carry_out((*words, "--json"), {**environment, "PREFECT_WORKER_QUERY_SECONDS": "1", **more})
 
 
 def up(folder: Path, port: int, *more: str) -> dict[str, Any]:
     here = ["up", f"--folder={folder}", f"--port={port}", f"--deployments={SMALL}"]
     done = command(*here, *more, RATCHET_FAULTS=str(faults(folder)))
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done.code == 0, done.err
+    return done.json
 
 
 @pytest.fixture(scope="session")  # starting one takes long
@@ -87,7 +83,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
         yield SiteHere(folder, port, up(folder, port)["api"])
     finally:
         ended = command("down", f"--folder={folder}")
-        assert ended.returncode == 0, ended.stderr
+        assert ended.code == 0, ended.err
 
 
 def faults(folder: Path) -> Path:
@@ -193,8 +189,8 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def begun_rollout(start: Callable[..., FlowRun], config: str, root: str, run: str) -> FlowRun:
-    """A flow run that is in the middle of its first rollout for a minute."""
-    (Path(root).parent / "slow-rollout").write_text("60")
+    """A flow run that is in the middle of its first rollout until `slow-rollout` is removed."""
+    (Path(root).parent / "slow-rollout").write_text("600")
     flow_run = start(run=run, root=root, iterations=1, config=config, settings=["evaluate.every=0"])
     wait_for(lambda: open_root(root).keys(f"{run}/manifests/000001"))
     return flow_run
@@ -215,6 +211,11 @@ def ended(site: SiteHere, client: SyncPrefectClient, flow_run: FlowRun, attempt:
             return found
         assert time.monotonic() < deadline, found.state
         time.sleep(0.2)
+
+
+def text_of(client: SyncPrefectClient, flow_run: FlowRun) -> str:
+    lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])))
+    return "\n".join(line.message for line in lines)
 
 
 def fired(client: SyncPrefectClient, parameters: dict[str, Any]) -> FlowRun:

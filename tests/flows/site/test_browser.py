@@ -17,7 +17,9 @@ from prefect.client.schemas.objects import FlowRun
 
 from flows.site.registration import POOL
 from storage.backends.root import open_root
+from storage.manifest import find
 from tasks.config.document import without_blanks
+from tasks.stages.names import Stage
 from tests.flows.deployments.forms import nested
 from tests.flows.failures import KINDS, check_explained, check_resumed
 from tests.flows.site.conftest import (
@@ -28,6 +30,7 @@ from tests.flows.site.conftest import (
     open_flow_run,
     photograph,
     press_retry,
+    text_of,
     wait_for,
 )
 
@@ -40,8 +43,10 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     kind, store = KINDS["reward"], open_root(root)
     kind.breaks(tmp_path)
     settings = ["evaluate.every=0", *kind.settings]
-    flow_run = start(run="a", root=root, iterations=1, config=config, settings=settings)
-    made = check_explained(kind, ended(site, client, flow_run).state, store)
+    flow_run = start(run="a", root=root, more=1, config=config, settings=settings)  # the site counts it once
+    failed = ended(site, client, flow_run)
+    made = check_explained(kind, failed.state, store)
+    assert (failed.parameters["iterations"], failed.parameters["more"]) == (1, None)
 
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
@@ -50,6 +55,8 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     press_retry(page, pictures / "reward-2-dialog.png")
 
     check_resumed(kind, ended(site, client, flow_run, attempt=2).state, store, made, tmp_path)
+    assert find(store, "a", 2, Stage.ROLLOUT) is None
+    assert all(words in text_of(client, flow_run) for words in ("iteration 1/1", *kind.words))
     page.reload()
     page.get_by_text("Completed").first.wait_for(timeout=DEADLINE_S * 1000)
     photograph(page, pictures / "reward-3-green.png")

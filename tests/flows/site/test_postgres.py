@@ -88,7 +88,7 @@ def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteH
     """The database is killed in the middle of a rollout, and the run recovers."""
     root, config = str(tmp_path / "runs"), tmp_path / "small.toml"
     config.write_text(_DOCUMENT)
-    (tmp_path / "slow-rollout").write_text("10")
+    (tmp_path / "slow-rollout").write_text("600")
     given = {"run": "b", "root": root, "iterations": 2, "config": str(config), "settings": ["evaluate.every=0"]}
     with connected_to(site) as client:
         deployment = client.read_deployment_by_name("train/train")
@@ -114,12 +114,12 @@ def test_a_restart_of_the_database_loses_nothing(postgres: Postgres, site: SiteH
 
 def test_another_database_is_refused_while_the_site_runs(site: SiteHere):
     done = command("up", f"--folder={site.folder}", "--database=postgresql://elsewhere/name")
-    assert done.returncode == 2
-    assert "`ratchet down` first" in done.stderr
+    assert done.code == 2
+    assert "`ratchet down` first" in done.err
 
 
 def test_a_database_with_a_password_is_refused(tmp_path: Path):
     done = command("up", f"--folder={tmp_path / 'site'}", "--database=postgresql://a:geheim@host/name")
-    assert done.returncode == 2
-    assert "give it as env:NAME" in done.stderr
-    assert "geheim" not in done.stderr
+    assert done.code == 2
+    assert "give it as env:NAME" in done.err
+    assert "geheim" not in done.err

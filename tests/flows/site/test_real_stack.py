@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import StateType
 
 from flows.proof.faults import Fault, FaultFolder
 from flows.views.history import ended_iterations
@@ -18,7 +17,17 @@ from storage.backends.root import open_root
 from storage.manifest import need
 from storage.ownership.lease import check_free
 from tasks.stages.names import Stage
-from tests.flows.site.conftest import PROJECT, SiteHere, ended, faults, open_flow_run, photograph, press_retry, wait_for
+from tests.flows.site.conftest import (
+    PROJECT,
+    SiteHere,
+    ended,
+    faults,
+    open_flow_run,
+    photograph,
+    press_retry,
+    text_of,
+    wait_for,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TINY = PROJECT / "tests" / "integration" / "tiny.toml"
@@ -60,11 +69,6 @@ def computing(site: SiteHere) -> set[tuple[int, float]]:
         except psutil.NoSuchProcess:
             continue
     return found
-
-
-def text_of(client: SyncPrefectClient, flow_run: FlowRun) -> str:
-    lines = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])))
-    return "\n".join(line.message for line in lines)
 
 
 def test_a_run_whose_engine_and_rank_are_killed(

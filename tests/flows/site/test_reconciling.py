@@ -86,7 +86,9 @@ def after(client: SyncPrefectClient, flow_run: FlowRun) -> tuple[str, str]:
 )
 def test_a_crash_is_tried_again_whatever_its_words(client: SyncPrefectClient, asked, code: str, alive, name: str):
     crashed = asked(Running(), Crashed(message=f"Flow run process exited with non-zero status code {code}."))
-    assert reconcile(client, POOL, alive) == ()  # the worker reports it twice, within this time
+    client.set_flow_run_state(crashed.id, Crashed(message="Flow run infrastructure exited."))  # reported again
+    assert client.read_flow_run(crashed.id).state_id == crashed.state_id
+    assert reconcile(client, POOL, alive) == ()  # the second report comes within this time
     assert reconcile(client, POOL, alive, quiet_s=0) == (crashed.name,)
     assert after(client, crashed)[0] == name
     assert reconcile(client, POOL, alive, quiet_s=0) == ()

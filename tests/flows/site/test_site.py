@@ -7,16 +7,17 @@ import httpx
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelling, Scheduled
 
-from storage.backends.root import open_root
-from storage.manifest import find, need
+from storage.backends.root import Root, open_root
+from storage.manifest import need
 from storage.ownership.lease import hold
 from storage.revisions import read_revisions
 from tasks.stages.names import Stage
 from tests.flows.site.conftest import SiteHere, begun_rollout, command, ended, up
+from tests.small.config import small_config
+from tests.small.driving import driver
 
 pytestmark = pytest.mark.slow
 LOOPBACK = ("127.0.0.1", "::1")
@@ -60,52 +61,22 @@ def test_without_the_secret_nothing_is_read_and_a_page_of_another_site_changes_n
     assert site.folder.stat().st_mode & 0o077 == 0
 
 
-def test_a_failed_stage_is_explained_and_retry_continues_with_it(
-    start, site, client, config: str, root: str, tmp_path: Path
-):
-    (tmp_path / "fail-train").write_text("NumericsError")
-    flow_run = start(run="a", root=root, more=1, config=config)  # the site counts it once
-    failed = ended(site, client, flow_run)
-    assert failed.state is not None
-    assert failed.state.type is StateType.FAILED
-    assert (failed.parameters["iterations"], failed.parameters["more"]) == (1, None)
-    message = failed.state.message or ""
-    for words in ("train does not work here", f"kept in {root}/a", "Retry repeats only the stage", "learning rate"):
-        assert words in message
-    store = open_root(root)
-    rollout = need(store, "a", 1, Stage.ROLLOUT)
-    (tmp_path / "fail-train").unlink()
-    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry", message="Retry from the UI"))
-    again = ended(site, client, flow_run, attempt=2)
-    assert again.state is not None
-    assert again.state.type is StateType.COMPLETED, again.state.message
-    assert need(store, "a", 1, Stage.ROLLOUT) == rollout
-    assert need(store, "a", 1, Stage.TRAIN).attempt == 1
-    assert find(store, "a", 2, Stage.ROLLOUT) is None
-    logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])))
-    text = "\n".join(line.message for line in logs)
-    assert "iteration 1/1" in text
-    assert "NumericsError" in text
+def done_here(root: str, run: str, iterations: int) -> Root:
+    """The root, in which this process has completed a run or what was left of it."""
+    config = small_config([f"run.iterations={iterations}"])
+    driver(open_root(root), config, Path(root).parent / "scratch", run=run).drive()
+    return open_root(root)
 
 
-def test_a_run_that_another_process_drives_is_left_alone(start, site, client, config: str, root: str):
-    with hold(open_root(root), "c", "a person's command"):
-        found = ended(site, client, start(run="c", root=root, iterations=1, config=config))
-    assert found.state.type is StateType.CANCELLED
-    assert "a person's command" in found.state.message
-    assert not [key for key in open_root(root).keys("c") if "manifests" in key]
-
-
-def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(
-    start, site, client, config: str, root: str, tmp_path: Path
-):
-    assert ended(site, client, start(run="h", root=root, iterations=2, config=config)).state.is_completed()
-    store, deployment = open_root(root), client.read_deployment_by_name("rerun-stage/rerun-stage")
+def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(site, client, root: str, tmp_path: Path):
+    """A flow run whose run another process drives leaves it alone."""
+    store, deployment = done_here(root, "h", 2), client.read_deployment_by_name("rerun-stage/rerun-stage")
     first = {n: need(store, "h", n, Stage.WEIGHT_SYNC) for n in (1, 2)}
     wanted = {"run": "h", "root": root, "iteration": 1, "stage": "rollout", "new_seeds": True}
     with hold(store, "h", "a person's command"):
         flow_run = client.create_flow_run_from_deployment(deployment.id, parameters={**wanted, "reason": "waits"})
-        assert "a person's command" in ended(site, client, flow_run).state.message
+        waited = ended(site, client, flow_run).state
+    assert (waited.type, "a person's command" in waited.message) == (StateType.CANCELLED, True)
     (tmp_path / "fail-train").write_text("NumericsError")  # after the choice, in the cascade
     flow_run = client.create_flow_run_from_deployment(deployment.id, parameters={**wanted, "reason": "odd samples"})
     failed = ended(site, client, flow_run)
@@ -123,23 +94,18 @@ def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(
         assert need(store, "h", n, Stage.WEIGHT_SYNC, revisions.seen(0)) == first[n]
 
 
-def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continued(
-    start, site, client, config, root, tmp_path: Path
-):
+def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continued(start, site, client, config, root):
     flow_run = begun_rollout(start, config, root, "f")
     (process,) = psutil.Process(site.process("worker")).children()
     tree = [process, *process.children(recursive=True)]
     client.set_flow_run_state(flow_run.id, Cancelling())
     assert ended(site, client, flow_run).state.type is StateType.CANCELLED
     assert not [one for one in tree if one.is_running()]
-    (tmp_path / "slow-rollout").unlink()
-    again = ended(site, client, start(run="f", root=root, iterations=1))
-    assert again.state.is_completed(), again.state
+    assert need(done_here(root, "f", 1), "f", 1, Stage.TRAIN)
 
 
-@pytest.mark.slow
-def test_a_retraining_of_the_last_day_is_retried_as_it_was_begun(start, site, client, config, root, tmp_path: Path):
-    assert ended(site, client, start(run="g", root=root, iterations=1, config=config)).state.is_completed()
+def test_a_retraining_of_the_last_day_is_retried_as_it_was_begun(site, client, root, tmp_path: Path):
+    done_here(root, "g", 1)
     (tmp_path / "fail-train").write_text("NumericsError")
     deployment = client.read_deployment_by_name("retrain/retrain")
     given = {"run": "night-{date}", "root": root, "start": "g", "select": ["g"], "newer_than": "24h", "samples": 6}
@@ -156,14 +122,6 @@ def test_a_retraining_of_the_last_day_is_retried_as_it_was_begun(start, site, cl
     assert done.state.is_completed(), done.state
     assert done.state.message == f"run {kept['run']} has 2 iterations"
     assert need(open_root(root), kept["run"], 0, Stage.SELECT) == selection
-
-
-def test_input_that_cannot_work_is_explained(start, site, client, config: str):
-    """`tests/flows/deployments/test_flows.py` tests refusals of other input, without a worker."""
-    found = ended(site, client, start(run="d", config=config, root="runs", iterations=1))
-    assert found.state.type is StateType.FAILED
-    assert "give an absolute path" in found.state.message
-    assert "Retry alone cannot help" in found.state.message
 
 
 @pytest.mark.parametrize("deployment", ["train", "retrain"])
@@ -183,6 +141,6 @@ def test_down_ends_what_was_started_and_nothing_else(tmp_path: Path):
     record = {"api": "http://127.0.0.1:1/api", "processes": [earlier]}
     (tmp_path / "site" / "site.json").write_text(json.dumps(record))
     done = command("down", f"--folder={tmp_path / 'site'}")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"ended": [], "gone": ["server"]}
+    assert done.code == 0, done.err
+    assert done.json == {"ended": [], "gone": ["server"]}
     assert stranger.is_running()
