@@ -19,13 +19,12 @@ GROUPS = (
     "tests/flows/site",
     "tests/flows/site/test_interruptions.py",  # a second site, with a folder, a database and a port of its own
     "tests/integration/test_loop.py",
-    "tests/tasks/workers/test_fleet.py",
+    "tests/tasks/engine/vllm",
     "tests/integration/test_tutorial.py",
     "tests/faults",
     "tests/flows/site/test_postgres.py",
     "tests/tasks/workers/test_cluster.py",
     "tests/flows/server",
-    "tests/integration/test_golden.py",
     "tests/storage/test_kill.py",
 )
 SHARES = {
@@ -33,16 +32,14 @@ SHARES = {
     "tests/infra/bench/test_train.py": "tests/trainer_core",
     "tests/tasks/export/test_experts.py": "tests/trainer_core",
     "tests/tasks/export/test_export.py": "tests/trainer_core",
+    "tests/tasks/model_checks/test_obeyed.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
     "tests/integration/test_faults.py": "tests/integration/test_loop.py",  # a whole run, as those that follow
+    "tests/integration/test_golden.py": "tests/integration/test_tutorial.py",  # both fork their commands
     "tests/integration/test_retrain.py": "tests/integration/test_loop.py",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",
+    "tests/tasks/workers/test_fleet.py": "tests/tasks/engine/vllm",  # engines too
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
-    "tests/tasks/engine/vllm/test_engine.py": "tests/tasks/workers/test_fleet.py",  # engines, as those that follow
-    "tests/tasks/engine/vllm/test_in_flight.py": "tests/tasks/workers/test_fleet.py",
-    "tests/tasks/engine/vllm/test_loading.py": "tests/tasks/workers/test_fleet.py",
-    "tests/tasks/engine/vllm/test_serving.py": "tests/tasks/workers/test_fleet.py",
-    "tests/tasks/engine/vllm/test_update.py": "tests/tasks/workers/test_fleet.py",
     "tests/flows/cli/test_launch.py": "tests/flows/server",  # a Prefect server, as those that follow
     "tests/flows/deployments/test_evaluate.py": "tests/flows/server",
     "tests/flows/deployments/test_flows.py": "tests/flows/server",
@@ -54,7 +51,9 @@ SHARES = {
     "tests/flows/site/test_real_stack.py": "tests/flows/site/test_interruptions.py",
     "tests/flows/site/test_reconciling.py": "tests/flows/server",
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",
+    "tests/flows/test_subflows.py": "tests/flows/server",
     "tests/flows/views/test_artifacts.py": "tests/flows/server",
+    "tests/flows/views/test_page.py": "tests/flows/server",
 }
 OVER_ANY_BACKEND = ("tests/storage/ownership/", "tests/storage/upkeep/")
 """The quick tests run these on local files alone; tests/storage/backends covers the differences between backends."""

@@ -10,6 +10,7 @@ import pytest
 
 _LOOK_S = 1.0
 _SLOWEST = 10
+_UNDECIDED = ("python", "ray::")
 _SERVERS = {"flows.server.process", "flows.server.sqlite:site_app"}
 
 
@@ -18,7 +19,7 @@ class Starts:
     """Processes of the real stack that this machine has started since `begin`, as a thread sees them in /proc.
 
     A process counts once, by its id and time of creation. Actors of Ray are told apart by the environment that they are
-    given. A process that lives for less than a second may be missed.
+    given. A process that lives for less than a second may be missed. Only a Python process can become of a kind later.
     """
 
     kinds: dict[tuple[int, float], str] = field(default_factory=dict)
@@ -28,7 +29,7 @@ class Starts:
     def begin(self) -> None:
         """Begin to look."""
         self._over = threading.Event()
-        self._before = {_identity(one) for one in psutil.process_iter()}
+        self._known = set(psutil.pids())
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -47,27 +48,25 @@ class Starts:
 
     def _watch(self) -> None:
         while not self._over.wait(_LOOK_S):
-            for process in psutil.process_iter(["pid", "name", "create_time"]):
-                identity = _identity(process)
-                if identity not in self._before and identity not in self.kinds:
-                    self._look(process, identity)
+            now = set(psutil.pids())
+            self._known = {one for one in now if one in self._known or self._is_known(one)}
 
-    def _look(self, process: psutil.Process, identity: tuple[int, float]) -> None:
+    def _is_known(self, pid: int) -> bool:
+        """Look at a process; true if it need not be looked at again."""
         try:
-            kind = _kind(process)
+            process = psutil.Process(pid)
+            kind, identity = _kind(process), _identity(process)
             if kind in ("engine", "rank") and (node := process.parent()) is not None:
                 self.nodes.setdefault(_identity(node), set()).add(kind)
+            if kind:
+                self.kinds[identity] = kind
+            return bool(kind) or not process.name().startswith(_UNDECIDED)
         except (psutil.Error, OSError):
-            return
-        if kind:
-            self.kinds[identity] = kind
+            return False
 
 
 def _identity(process: psutil.Process) -> tuple[int, float]:
-    try:
-        return process.pid, process.create_time()
-    except psutil.NoSuchProcess:
-        return process.pid, 0.0
+    return process.pid, process.create_time()
 
 
 def _kind(process: psutil.Process) -> str:

@@ -128,6 +128,7 @@ print(json.dumps([ratchet.__file__, code_version(), len(entries), min(pins) > 10
     assert typed
 
 
+@pytest.mark.slow
 def test_the_user_s_files_do_not_hide_those_of_the_wheel(installed, tmp_path):
     (tmp_path / "tasks.py").write_text("")
     (tmp_path / "infra").mkdir()
@@ -146,6 +147,7 @@ LOOKING = ("ls", "status small", "show small", "samples small", "report small", 
            "config small", "gc small")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_base_looks_at_runs(runs):
     commands = [[*text.split(), "--root", str(runs)] for text in LOOKING]
     found = executed(commands, PROJECT_ROOT, runs.parent, BLOCKED)
@@ -154,6 +156,7 @@ def test_the_base_looks_at_runs(runs):
     ], found
 
 
+@pytest.mark.slow
 def test_a_command_that_needs_an_extra_names_it_and_the_two_commands(runs):
     export = ["export", "small", "--to", "model", "--root", str(runs)]
     for code, out, err in executed([["demo"], export, ["up"]], PROJECT_ROOT, runs.parent, BLOCKED):
@@ -170,6 +173,7 @@ def test_the_public_module_says_it_too(runs):
     assert "InputError: this needs" in done.stderr
 
 
+@pytest.mark.slow
 def test_looking_imports_only_what_the_base_requires(runs):
     code = f"""
 import sys, ratchet

@@ -57,6 +57,7 @@ def test_killed_during_the_upload_the_next_rollouts_pieces_are_used(run, whole):
     assert_completed_with_the_pieces_there(run, whole)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_state_that_came_out_otherwise_are_not_used(run, launcher, tmp_path):
     killed = run.attempt(DURING_UPLOAD, hold_state=1)
     between = run.look()
@@ -77,6 +78,7 @@ def test_pieces_of_a_state_that_came_out_otherwise_are_not_used(run, launcher, t
     assert lost <= {finding.key for finding in found.findings} <= between.keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -97,6 +99,7 @@ def test_a_worker_that_is_replaced_during_the_upload_is_given_what_is_stored(run
     assert run.look().digests == whole[1].digests
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_state_keeps_back_all_that_is_made_from_it(run, whole):
     failed = run.attempt(hold_state=1, full_disk=1)
     between = run.look()

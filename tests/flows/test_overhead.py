@@ -28,6 +28,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_status_takes_few_requests_however_long_the_run_is(long: Path):
     further = (overhead.LONG - LONG) / 1000  # pages of the listing
     assert overhead.status_requests(long) + further <= 50

@@ -25,6 +25,7 @@ def test_an_accepted_name_stays_below_its_folder(name):
         assert os.path.join("/folder", name) == f"/folder/{name}"
 
 
+@pytest.mark.slow
 @given(NAMES, st.sampled_from(Stage), st.integers(0, 10**7))
 def test_the_key_of_an_accepted_name_is_accepted(name, stage, iteration):
     key = layout.part_key("run", iteration, stage, name, DIGEST)

@@ -252,6 +252,7 @@ def pull(trainer, folder):
     return [trainer.train_policy(flat, 1.0, reference=True)["kl_reference"] for _ in range(12)]
 
 
+@pytest.mark.slow
 def test_a_kl_coefficient_leads_back_to_the_reference(model_dir, tmp_path):
     settings = configuration(kl_coefficient=1.0)
     (distances,) = run_trainers(model_dir, settings, pull, str(tmp_path))

@@ -58,6 +58,7 @@ def test_a_run_has_its_reports_when_it_ends(root: Root, tmp_path: Path):
     assert all(one.response is not None for found in shown for one in found.samples)
 
 
+@pytest.mark.slow
 def test_an_iteration_that_is_done_again_takes_the_place_of_the_first(root: Root, tmp_path: Path):
     said: list[str] = []
     drive(root, tmp_path / "scratch", small_config(), said)
@@ -161,6 +162,7 @@ def test_what_a_tracker_lacks_at_the_end_is_sent_when_the_complete_run_is_starte
     assert steps == [(0,), (1,), (2,)]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_refuses_is_said_once(root, tmp_path):
     said: list[str] = []
     drive(root, tmp_path / "scratch", small_config(["report.mlflow=nowhere://x"]), said)

@@ -75,6 +75,7 @@ def test_the_end_of_an_iteration_costs_little_more_than_its_manifests(make_run: 
     assert not any("/other/" in request for request in first)
 
 
+@pytest.mark.slow
 def test_a_row_of_the_report_costs_no_reading(make_run: MakeRun, root: Root, requests_of):
     make_run("a", ITERATIONS)
     rows = [record.row for record in read_history(root, "a")]

@@ -47,6 +47,7 @@ def tracked(file: Path, name: str) -> RunConfig:
     return small_config([f'report.trackers=["{file}:{name}"]'])
 
 
+@pytest.mark.slow
 def test_the_example_has_each_row_once_whatever_was_killed(root: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert len(EXAMPLE.read_text().splitlines()) <= 60
@@ -125,6 +126,7 @@ def test_a_row_that_failed_is_sent_again_before_the_next(root: Root, tmp_path: P
     assert file.with_name("given").read_text().split() == ["0", "1", "1", "2"]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_continues_names_curves_as_the_process_before(root: Root, tmp_path: Path):
     """The function changes in iteration 2: its curves have a suffix, also in a process that sends only these."""
     file, reward, said = tmp_path / "mine.py", tmp_path / "my_reward.py", list[str]()

@@ -13,6 +13,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 COMMANDS = ("loop", "memory", "overhead", "rollout", "storage", "sync", "train")
 
 
+@pytest.mark.slow
 def test_no_command_imports_a_bench_until_it_is_called():
     code = "import sys, flows.__main__; print([name for name in sys.modules if name.startswith('infra')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=True)

@@ -136,6 +136,7 @@ def test_a_listing_that_fails_is_no_empty_listing(tmp_path):
         list(local.files(tmp_path / "file"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "kill", "step", "folder"),
     [

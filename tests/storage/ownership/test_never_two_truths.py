@@ -233,7 +233,7 @@ class NeverTwoTruths(RuleBasedStateMachine):
 NeverTwoTruths.TestCase.settings = settings(
     max_examples=300, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-test_never_two_truths = NeverTwoTruths.TestCase
+test_never_two_truths = pytest.mark.slow(NeverTwoTruths.TestCase)
 
 
 def test_a_run_is_finished_by_whoever_is_left():

@@ -122,6 +122,7 @@ def test_a_fork_beside_a_removal_ends_or_needs_nothing_of_it(root, make, going):
     removed(root, "child")  # the rest of the fork
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [forked, branched])
 def test_a_fork_ends_whose_parent_is_removed_after_each_of_its_operations(make):
     outcomes = set()

@@ -74,6 +74,7 @@ def recorded[M: BaseModel](model: M, seen: Callable[[str], object], prefix: str 
     return copy
 
 
+@pytest.mark.slow
 def test_a_stage_reads_no_setting_that_decides_results_and_is_not_marked_for_it(tmp_path):
     read: dict[Stage, set[str]] = defaultdict(set)
     under_way: list[Stage] = []

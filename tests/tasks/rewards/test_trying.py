@@ -142,6 +142,7 @@ def test_a_reward_that_does_not_know_right_from_wrong_is_noted(own, name, count)
 GOLDS = [{"answer": r"\frac{1}{2}"}, {"answer": "7"}, {"answer": r"\frac{1}{"}, {"answer": ""}, {"question": "?"}]
 
 
+@pytest.mark.slow
 def test_golds_that_cannot_be_read_are_named_with_their_records():
     with pytest.raises(InputError) as refused:
         check_golds(RewardSection(function="math_verify"), [prompts(GOLDS[:2]), prompts(GOLDS)])
@@ -152,6 +153,7 @@ def test_golds_that_cannot_be_read_are_named_with_their_records():
     assert "prompt 'p4': KeyError: 'answer'" in said
 
 
+@pytest.mark.slow
 def test_golds_that_can_be_read_and_those_of_other_rewards_are_no_matter():
     check_golds(RewardSection(function="math_verify"), [prompts(GOLDS[:2])])
     check_golds(RewardSection(function="math_verify", arguments={"field": "key"}), [prompts([{"key": 1}])])

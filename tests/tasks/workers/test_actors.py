@@ -66,6 +66,7 @@ def test_members_that_are_out_of_step_are_ended(make_group, tmp_path):
         group.submit("exists", "key").wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_members_that_end_differently_are_kept_if_the_call_changes_nothing(make_group, tmp_path):
     """Only ranks that still send weights notice a failure."""
     (tmp_path / "key").write_text("here")

@@ -178,6 +178,7 @@ def update_twice(trainer):
     return update_after_each(trainer, False), update_after_each(trainer, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_update_after_each_combination_is_that_of_a_trainer_that_kept_everything(model_dir, precision):
     plain = configuration(policy=PolicyConfig(), precision=precision)

@@ -111,6 +111,7 @@ def _step(weight, moments, update, scale):
     weight.sub_(rate(update) * mean / (square.sqrt() + 1e-3))
 
 
+@pytest.mark.slow
 def test_six_updates_are_those_of_adam_by_hand(tmp_path):
     model, folder = str(tmp_path / "model"), str(tmp_path)
     run_ranks(1, make_model, model, True)

@@ -178,6 +178,7 @@ def test_virtual_stages_are_no_part_of_a_state(model_dir, saved, source, target)
     assert ranks[0]["metrics"] == pytest.approx(before[0]["metrics"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_each_rank_names_its_own_files_and_leaves_no_process(saved):
     folder, ranks = saved("pp2")
     names = [name for rank in ranks for name in rank["names"]]
@@ -243,6 +244,7 @@ def nudge_each_tensor(trainer):
     return found
 
 
+@pytest.mark.slow
 def test_every_tensor_counts(model_dir):
     (found,) = run_trainers(model_dir, configuration(), nudge_each_tensor)
     assert len({identity.tensors for identity in found.values()}) == len(found) == 1 + 3 * 10
@@ -281,6 +283,7 @@ def go_on_with_other_settings(trainer, folder):
     return info, kept, metrics["learning_rate"]
 
 
+@pytest.mark.slow
 def test_other_settings_of_the_optimizer_keep_its_moments(model_dir, saved):
     folder, before = saved("single")
     other = OPTIMIZER.model_copy(update={"learning_rate": 3e-3, "beta1": 0.8})
@@ -352,6 +355,7 @@ def test_a_missing_state_is_named(model_dir, tmp_path):
     assert str(tmp_path / "nowhere") in message
 
 
+@pytest.mark.slow
 def test_bf16_goes_on_bit_by_bit(model_dir, tmp_path):
     settings = configuration(precision="bf16")
     (before,) = run_trainers(model_dir, settings, train_save_train, str(tmp_path))

@@ -212,6 +212,7 @@ def gives_up(trainer, folder):
     return found, sync(trainer, folder, 2)["received"], oracle(trainer, f"{folder}/oracle")
 
 
+@pytest.mark.slow
 def test_receivers_that_give_up_stop_the_senders_and_leave_their_groups_usable(model_dir, tmp_path):
     given = configuration("fp32", tensor=2, sequence=True, data=2, expert=2)
     ranks = run_trainers(model_dir, given, gives_up, str(tmp_path))

@@ -107,6 +107,7 @@ def same_bytes(ranks):
     return ours["received"] == fresh
 
 
+@pytest.mark.slow
 def test_experts_that_become_one_tensor(folders, tmp_path):
     given = configuration("qwen3-moe", pipeline=2, data=2, expert=2)
     ranks = run_trainers(folders("qwen3-moe"), given, fused, str(tmp_path))
@@ -210,6 +211,7 @@ def changed_unseen(trainer, folder):
     return spoiled, sync(trainer, folder, 2)["received"], oracle(trainer, f"{folder}/oracle")
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_as_it_was_planned_fails_with_its_name_and_stops_no_rank(folders, tmp_path):
     given = configuration("deepseek-v3", pipeline=2)
     ranks = run_trainers(folders("deepseek-v3"), given, changed_unseen, str(tmp_path))

@@ -63,6 +63,7 @@ def test_tokens_chosen_with_the_noise_have_the_probabilities_of_the_logits():
     np.testing.assert_allclose(shares, expected, atol=0.012)  # three standard deviations
 
 
+@pytest.mark.slow
 def test_the_kernels_for_cards_choose_the_same_tokens():
     """Triton interprets them; it decides on that when they are imported."""
     code = "from tests.tasks.engine.vllm.test_counter import compare; compare()"

@@ -47,6 +47,7 @@ def test_responses_have_the_bits_that_vllm_gives(engine, plain, sampling):
     assert {why for *_, why in found} == ({"stop", "length"} if sampling is LONG else {"length"})
 
 
+@pytest.mark.slow
 def test_stop_texts_end_what_vllm_gives_without_them(engine, plain):
     without = Sampling(max_tokens=40)
     for stop in (("cab",), ("bb", "acca"), ("abcabcabcabcabcabcabc",)):
