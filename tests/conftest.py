@@ -25,6 +25,7 @@ GROUPS = (
     "tests/flows/site/test_postgres.py",
     "tests/tasks/workers/test_cluster.py",
     "tests/flows/server",
+    "tests/integration/test_golden.py",
     "tests/storage/test_kill.py",
 )
 SHARES = {
@@ -35,7 +36,6 @@ SHARES = {
     "tests/tasks/model_checks/test_obeyed.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
     "tests/integration/test_faults.py": "tests/integration/test_loop.py",  # a whole run, as those that follow
-    "tests/integration/test_golden.py": "tests/integration/test_tutorial.py",  # both fork their commands
     "tests/integration/test_retrain.py": "tests/integration/test_loop.py",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_fleet.py": "tests/tasks/engine/vllm",  # engines too

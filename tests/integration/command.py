@@ -1,18 +1,16 @@
 """The command line as a person uses it: a process, judged by its exit code, its output and its stored results."""
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from storage.backends.root import open_root
 from storage.manifest import Manifest, need
 from tasks.stages.names import Stage
+from tests.command_server import Finished
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
@@ -29,19 +27,6 @@ sys.argv = sys.argv[1:]
 asyncio.run(cell())
 """
 PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that it can be killed in the middle
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished command."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out.splitlines()[-1])
 
 
 def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
