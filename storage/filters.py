@@ -70,6 +70,7 @@ class Condition:
 
     expression: pc.Expression  # for `pyarrow.Table.filter`
     keys: frozenset[str]  # the keys of maps that it names
+    columns: frozenset[str]  # the columns that it names
 
 
 def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
@@ -85,13 +86,14 @@ def parse_condition(text: str, schema: pa.Schema, keys: str | None = None) -> Co
     if len(text) > _LONGEST:
         raise InputError(f"the filter has {len(text)} characters, and {_LONGEST} is the limit: select in several runs")
     parser = _Parser(text, schema, keys)
-    return Condition(parser.whole(), frozenset(parser.keys))
+    return Condition(parser.whole(), frozenset(parser.keys), frozenset(parser.columns))
 
 
 class _Parser:
     def __init__(self, text: str, schema: pa.Schema, open_map: str | None) -> None:
         self._text, self._schema, self._open_map = text, schema, open_map
         self.keys: set[str] = set()
+        self.columns: set[str] = set()
         self._tokens = list(self._cut())
         self._next, self._depth = 0, 0
 
@@ -259,6 +261,7 @@ class _Parser:
         if word in _WORDS:
             self._fail(token, "a column or a value is missing before it")
         if self._open_map is not None and token.text not in self._schema.names:
+            self.columns.add(self._open_map)
             return self._keyed(pc.field(self._open_map), token.text, token)
         column = self._column(token)
         if not self._takes("."):
@@ -286,6 +289,7 @@ class _Parser:
             known = f"did you mean {near[0]!r}?" if near else f"columns are {', '.join(self._schema.names)}"
             self._fail(token, f"there is no such column; {known}")
         kind = self._schema.field(token.text).type
+        self.columns.add(token.text)
         return _Value(pc.field(token.text), _kind_of(kind), token.place, kind)
 
     def _at(self, value: _Value) -> _Token:

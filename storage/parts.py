@@ -152,7 +152,9 @@ def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[s
     """Columns `names` of an Arrow IPC file in memory. Raises SchemaMismatch if the file has another schema."""
     file = pa.ipc.open_file(data)
     check(file.schema, schema, where)
-    # all columns: `included_fields` would avoid decompression, but it copies uncompressed data
+    if set(names) != set(schema.names):  # the others are not decompressed
+        fields = [schema.names.index(name) for name in names]
+        file = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(included_fields=fields))
     return file.read_all().select(list(names)).replace_schema_metadata(schema.metadata)
 
 

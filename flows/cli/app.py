@@ -206,7 +206,7 @@ _GROUPS = {
     },
     "Look": {
         "ls": "store", "status": None, "show": "store", "samples": "look", "report": "look", "lineage": "store",
-        "verify": "store",
+        "verify": "store", "view": "view",
     },
     "Use": {
         "evaluate": "weights", "reward": "reward", "export": "weights", "compact": "store", "check-sync": "weights",

@@ -145,12 +145,9 @@ def chosen(
     root: Root, run: str, iteration: int, choice: Choice, texts: StoredTexts | None, policy: PolicyConfig
 ) -> Samples:
     """The chosen samples of an iteration that has a rollout."""
-    seen = read_revisions(root, run)  # once: both are of one revision
-    rollout, reward = need(root, run, iteration, Stage.ROLLOUT, seen), find(root, run, iteration, Stage.REWARD, seen)
-    table = scored(root, rollout, reward)
-    rewards = table["reward"].cast(pa.float64()).to_numpy()
-    rows = choice.rows(table["prompt_id"].to_pylist(), np.where(np.isfinite(rewards), rewards, np.nan))
-    advantages = None if reward is None else _advantages(root, rollout, reward, policy)
+    read = read_scored(root, run, iteration, policy)
+    table, advantages = read.table, read.advantages
+    rows = choice.rows(table["prompt_id"].to_pylist(), read.rewards)
     few = table.take(rows)
     prompts, responses = texts(few) if texts is not None else (pa.nulls(len(rows)), pa.nulls(len(rows)))
     few = few.set_column(few.schema.get_field_index("prompt"), "prompt", prompts)
@@ -158,6 +155,30 @@ def chosen(
     values = [None] * len(rows) if advantages is None else advantages[rows].tolist()
     samples = tuple(_sample(row, value) for row, value in zip(few.to_pylist(), values, strict=True))
     return Samples(root=root.url, run=run, iteration=iteration, total=table.num_rows, samples=samples)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """All samples of an iteration."""
+
+    table: pa.Table
+    """Schema `storage.upkeep.archive.SAMPLES`, without texts."""
+    advantages: NDArray[np.float32] | None
+    """(N,) as the trainer computes them; None if nothing is scored yet, or the loss weighs none."""
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """(N,) rewards, NaN where there is none."""
+        rewards = self.table["reward"].cast(pa.float64()).to_numpy()
+        return np.where(np.isfinite(rewards), rewards, np.nan)
+
+
+def read_scored(root: Root, run: str, iteration: int, policy: PolicyConfig) -> Scored:
+    """The samples of an iteration that has a rollout, with their scores and advantages."""
+    seen = read_revisions(root, run)  # once: both are of one revision
+    rollout, reward = need(root, run, iteration, Stage.ROLLOUT, seen), find(root, run, iteration, Stage.REWARD, seen)
+    advantages = None if reward is None else _advantages(root, rollout, reward, policy)
+    return Scored(scored(root, rollout, reward), advantages)
 
 
 def _advantages(root: Root, rollout: Manifest, reward: Manifest, policy: PolicyConfig) -> NDArray[np.float32] | None:

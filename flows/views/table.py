@@ -107,14 +107,14 @@ class Series:
 
     def _suffix(self, column: str, texts: Mapping[str, str]) -> str:
         first = self._first.setdefault(column.partition("/")[0], texts)
-        here = {name: texts.get(name, "") for name in _judged_by(column)}
+        here = {name: texts.get(name, "") for name in compared_by(column)}
         if all(first.get(name, "") == text for name, text in here.items()):
             return ""
         function, space, _ = next(iter(here.values())).partition(" ")
         return f" {function + '-' if space else ''}{value_digest([*here.values()])[:_SHORT]}"
 
 
-def _judged_by(column: str) -> tuple[str, ...]:
+def compared_by(column: str) -> tuple[str, ...]:
     """The texts that the values of a column depend on."""
     stage, _, metric = column.partition("/")
     if metric.endswith(_DURATIONS):

@@ -61,7 +61,7 @@ class TrackedRun:
     @functools.cached_property
     def settings(self) -> dict[str, JsonValue]:
         """The settings that decide the run's result, by section.key; secrets are masked."""
-        return dict(_leaves(shown(stored_config(self.root, self.name).meaning())))
+        return dict(leaves(shown(stored_config(self.root, self.name).meaning())))
 
     def position(self) -> int:
         """First iteration that this tracker was not sent, as `remember` has stored it; 0 for another identity."""
@@ -254,12 +254,13 @@ class MlflowTracker:
             self._client.log_batch(self._run, params=given[start : start + _AT_ONCE])
 
 
-def _leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+def leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
+    """The values of nested tables, by section.key."""
     if not isinstance(value, dict) or not value:
         yield prefix, value
         return
     for key, inner in value.items():
-        yield from _leaves(inner, f"{prefix}.{key}" if prefix else key)
+        yield from leaves(inner, f"{prefix}.{key}" if prefix else key)
 
 
 def _name(key: str) -> str:

@@ -1,0 +1,1 @@
+"""`ratchet view`: a local web application over the store. It only reads."""

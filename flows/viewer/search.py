@@ -1,0 +1,97 @@
+"""Search over the samples of a run by the conditions of `ratchet retrain --where`."""
+
+import shlex
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.backends.root import Root
+from storage.filters import Condition, parse_condition
+from storage.parallel import each
+from storage.selection import OFFERED, offered_columns
+from tasks.config.credentials import shown_text
+from tasks.config.retrain import RetrainSection
+from tasks.stages.selecting import Rollout, rollouts
+
+SHOWN = 100
+"""Most samples of an answer."""
+ORDERS = {"stored": "as they were sampled", "best": "highest reward first", "worst": "lowest reward first"}
+_COLUMNS = ["iteration", "prompt_id", "sample_id", "reward", "status"]
+_EMPTY = pa.schema([OFFERED.field(name) for name in _COLUMNS]).empty_table()
+_READERS = 2
+_SORT = {"best": "descending", "worst": "ascending"}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A question about a run."""
+
+    run: str
+    where: str = ""
+    first: int = 1
+    last: int | None = None
+    order: str = "stored"
+
+    @property
+    def place(self) -> str:
+        """The iterations, as `--select` takes them."""
+        return f"{self.run}@{self.first}-{'' if self.last is None else self.last}"
+
+    def command(self, root: str) -> str:
+        """The command that trains a new run on the answer."""
+        where = [f"--where={self.where}"] if self.where.strip() else []
+        words = ["ratchet", "retrain", "NEW", f"--from={self.run}", f"--select={self.place}", *where]
+        return shlex.join([*words, f"--root={shown_text(root)}"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Samples that were found."""
+
+    examined: int
+    found: int
+    unscored: tuple[int, ...]
+    """Iterations that were left out, because they are not scored yet."""
+    counts: tuple[tuple[int, int], ...]
+    """Samples that were found by iteration; those without any are left out."""
+    rows: tuple[dict, ...]
+    """The first SHOWN of them."""
+
+
+def search(root: Root, query: Query) -> Answer:
+    """Examine all samples of the query's iterations. In memory are the columns that it names, of one part for each
+    reader, and the rows that are shown. Raises InputError: the condition, run or iterations cannot be used."""
+    condition = parse_condition(query.where, OFFERED) if query.where.strip() else None
+    section = RetrainSection(start=f"{query.run}@0", select=(query.place,), where=query.where)
+    every = list(rollouts(root, section))
+    scored = [one for one in every if one.reward is not None]
+    parts = each(lambda rollout: _of_rollout(rollout, condition, query.order), scored, _READERS)
+    rows = _first(pa.concat_tables([_EMPTY, *(table for _, _, table in parts)]), query.order)
+    counts = [(one.manifest.iteration, found) for one, (_, found, _) in zip(scored, parts, strict=True) if found]
+    return Answer(
+        examined=sum(examined for examined, _, _ in parts),
+        found=sum(found for _, found, _ in parts),
+        unscored=tuple(one.manifest.iteration for one in every if one.reward is None),
+        counts=tuple(counts),
+        rows=tuple(rows.to_pylist()),
+    )
+
+
+def _of_rollout(rollout: Rollout, condition: Condition | None, order: str) -> tuple[int, int, pa.Table]:
+    """Samples examined and found, and the first of them with the columns that are shown."""
+    columns = {*_COLUMNS, *(condition.columns if condition is not None else ())}
+    examined, found, first = 0, 0, []
+    for table in offered_columns(rollout.root, rollout.manifest, rollout.reward, columns):
+        kept = table if condition is None else table.filter(condition.expression)
+        examined, found = examined + table.num_rows, found + kept.num_rows
+        first.append(_first(kept.select(_COLUMNS), order))
+    return examined, found, _first(pa.concat_tables(first), order) if first else _EMPTY
+
+
+def _first(table: pa.Table, order: str) -> pa.Table:
+    """The first SHOWN rows of the order."""
+    if order not in _SORT:
+        return table.slice(0, SHOWN)
+    scored = table.filter(pc.is_finite(table["reward"]))  # pyright: ignore[reportAttributeAccessIssue] - made at import
+    return scored.take(pc.select_k_unstable(scored, SHOWN, [("reward", _SORT[order])]))  # pyright: ignore[reportAttributeAccessIssue]
