@@ -54,6 +54,7 @@ from infra.mutants_text import TEXT
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
 from infra.mutants_upkeep import UPKEEP
+from infra.mutants_view import VIEW
 
 MUTANTS = (
     *OBJECTIVES,
@@ -93,6 +94,7 @@ MUTANTS = (
     *TRAINER,
     *TRAINER_CORE,
     *UPKEEP,
+    *VIEW,
 )
 PROJECT = Path(__file__).resolve().parents[1]
 _COPIED = (

@@ -103,6 +103,7 @@ def test_our_packages_are_the_ones_imported(package: str):
         ("trainer_core.config", {"torch", "numpy", "megatron"}),
         ("storage.parts", {"torch", "ray", "vllm", "prefect"}),
         ("flows.views.status", {"torch", "ray", "vllm", "prefect"}),
+        ("flows.viewer.server", {"torch", "ray", "vllm", "prefect", "transformers", "fastapi"}),
         ("flows.cli.reward", {"torch", "ray", "vllm", "prefect", "transformers"}),
         ("tasks.rewards.worker", {"numpy", "pyarrow", "pydantic"}),  # it forks, which their threads forbid
     ],

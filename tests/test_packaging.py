@@ -179,7 +179,7 @@ def test_looking_imports_only_what_the_base_requires(runs):
 import sys, ratchet
 run = ratchet.Run("small", {str(runs)!r})
 run.curves(), run.samples(), run.verify(), run.status()
-import flows.cli.app
+import flows.cli.app, flows.viewer.server
 from flows.views.reports import write_report
 write_report(ratchet.open_root(run.root), run.name)
 print(" ".join(sorted({{name.partition(".")[0] for name in sys.modules}})))

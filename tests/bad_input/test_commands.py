@@ -37,6 +37,8 @@ COMMANDS = {
     "stop of no run": (["stop", "nobody"], ["no run 'nobody'"]),
     "verify of neither": (["verify"], ["give the id of a run, or --all"]),
     "verify of both": (["verify", "nobody", "--all"], ["give the id of a run, or --all"]),
+    "view of no root": (["view", "--root", "nowhere"], ["there is no storage root at", "check --root"]),
+    "view of no port": (["view", "--port", "70000"], ["--port"]),
     "gc of no run": (["gc", "nobody", "--objects"], ["no run 'nobody'"]),
 }
 

@@ -1,33 +1,37 @@
 """The viewer over stored runs of small workers: what its pages show, and what it refuses."""
 
+import json
+import re
+import shutil
+import statistics
 from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
 
+from flows.cli.app import execute
+from flows.viewer.charts import number
 from flows.viewer.pages import application
-from flows.viewer.server import HEADERS, Guard
+from flows.viewer.server import HEADERS, Guard, listening
+from flows.views.samples import Choice, read_chosen
+from flows.views.status import read_status
 from storage.backends.root import Root, open_root
+from storage.errors import InputError
+from storage.kill_points import Point
 from storage.manifest import need
 from storage.reader import read_stored_table
+from tasks.importing.rows import ImportOrder, mapped
+from tasks.importing.samples import import_samples
 from tasks.stages.names import Stage
-from tests.small.config import small_config
-from tests.small.driving import RUN, driver
+from tests.small.config import PROMPTS, SAMPLES, small_config
+from tests.small.driving import RUN, Killed, driver, killing
 
 PORT, TOKEN = 4321, "right-token"
 HERE = f"http://127.0.0.1:{PORT}"
 MARKUP = "</pre><script>alert(1)</script>"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Root:
-    """A root with two runs that differ in one setting; the second is named so that it comes last."""
-    folder = tmp_path_factory.mktemp("viewed")
-    store = open_root(str(folder / "runs"))
-    driver(store, small_config(), folder / "one").drive()
-    driver(store, small_config(["train.optimizer.learning_rate=1e-2"]), folder / "two", run="two").drive()
-    return store
 
 
 @pytest.fixture
@@ -64,3 +68,177 @@ def test_every_page_answers_and_none_writes(root: Root, browser: TestClient):
         assert answer.status_code == 200, (path, answer.text)
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
     assert {path: path.stat().st_mtime_ns for path in sorted(root.folder.rglob("*"))} == before
+
+
+def test_only_this_machine_s_browser_with_the_token_is_let_in(root: Root):
+    strange = TestClient(Guard(application(root), PORT, TOKEN), HERE)
+    for path in ("/", f"/run/{RUN}", "/static/viewer.js", "/?token=guessed", "/?token=", f"/?token={TOKEN}x"):
+        answer = strange.get(path)
+        assert (answer.status_code, "set-cookie" in answer.headers) == (403, False), path
+        assert "ratchet view" in answer.text
+        assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    entered = strange.get(f"/run/{RUN}?token={TOKEN}&metric=train/loss", follow_redirects=False)
+    assert (entered.status_code, entered.headers["location"]) == (303, f"{HERE}/run/{RUN}?metric=train%2Floss")
+    assert {"httponly", "samesite=strict"} <= set(entered.headers["set-cookie"].lower().split("; "))
+    assert strange.get("/").status_code == 200
+    assert strange.get("/?token=guessed").status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"host": f"evil.example:{PORT}"}, 421),
+        ({"host": "127.0.0.1:80"}, 421),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": f"http://localhost:{PORT}"}, 403),
+        ({"origin": HERE}, 200),
+        ({"host": f"localhost:{PORT}"}, 200),
+    ],
+)
+def test_foreign_hosts_and_origins_are_refused(browser: TestClient, headers: dict[str, str], status: int):
+    cookie = f"ratchet-view-{PORT}={TOKEN}"
+    assert browser.get("/", headers={"cookie": cookie, **headers}).status_code == status
+
+
+def test_the_viewer_takes_no_orders(browser: TestClient):
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert browser.request(method, f"/run/{RUN}").status_code == 405
+    assert browser.head(f"/run/{RUN}").status_code == 200
+
+
+def test_no_markup_of_a_run_becomes_markup_of_a_page(tmp_path: Path):
+    store, file = open_root(str(tmp_path / "runs")), tmp_path / "made.jsonl"
+    row = {"prompt_id": MARKUP, "prompt_tokens": [1], "response_tokens": [2, 3], "logprobs": [-1.0, -2.0], "reward": 1}
+    turns = [{"role": MARKUP, "begin": 0, "end": 2, "finish_reason": "stop", "calls": json.dumps(MARKUP)}]
+    file.write_text(json.dumps({**row, "turns": turns}))
+    import_samples(store, ImportOrder((str(file),), "made", mapped(()), 1.0))
+    browser, which = TestClient(application(store), HERE), f"prompt={quote(MARKUP, safe='')}"
+    pages = [f"/run/made/1{place}" for place in ("", f"/group?{which}", f"/sample?{which}&sample=0",
+             f"/lineage?{which}&sample=0")] + ["/run/made/search"]  # fmt: skip
+    for path in pages:
+        answer = browser.get(path)
+        assert answer.status_code == 200, (path, answer.text)
+        assert "<script>alert" not in answer.text
+        assert "&lt;script&gt;alert" in answer.text, path
+    for path in (f"/run/{quote(MARKUP, safe='')}", f"/run/made/1/group?prompt=no{quote(MARKUP)}",
+                 f"/run/made/search?where={quote(MARKUP)}", f"/compare?run={quote(MARKUP)}"):  # fmt: skip
+        assert "<script>alert" not in browser.get(path).text
+
+
+def test_a_sample_s_tokens_have_their_stored_values(root: Root, browser: TestClient):
+    prompt, sample = sample_of(root)
+    stored = read_stored_table(root, need(root, RUN, 1, Stage.ROLLOUT)).slice(0, 1).to_pylist()[0]
+    shown = read_chosen(root, RUN, 1, Choice(prompt=prompt)).samples[0]
+    page = browser.get(f"/run/{RUN}/1/sample?prompt={quote(prompt, safe='')}&sample={sample}").text
+    words = [unescape(one) for one in re.findall(r'<span class="token surprise-\d" title="([^"]+)"', page)]
+    found = [
+        re.search(r"id (\d+), log-probability (\S+) of the engine .* weights (\d+), advantage (\S+)", one)
+        for one in words
+    ]
+    expected = zip(stored["response_tokens"], stored["logprobs"], stored["weight_version"], strict=True)
+    assert [one.groups() for one in found if one] == [
+        (str(token), f"{logprob:.4f}", str(version), f"{shown.advantage:+.4f}") for token, logprob, version in expected
+    ]
+    assert shown.response is not None
+    body = page.partition("data-tokens>")[2].partition("</pre>")[0]
+    text = "".join(unescape(one) for one in re.findall(r">([^<]*)</span>", body))
+    assert text.startswith(shown.response)
+    assert page.count("<tr>") == 1 + len(stored["response_tokens"])
+
+
+def test_pages_of_curves_groups_and_comparisons_have_the_values(root: Root, browser: TestClient):
+    history = read_status(root, RUN).history
+    page = browser.get(f"/run/{RUN}").text
+    for record in history[1:]:
+        assert f"<td>{number(record.reward)}</td>" in page
+        assert f'<a href="/run/{RUN}/{record.iteration}"' in page
+    compared = browser.get(f"/compare?run={RUN}&run=two").text
+    assert re.search(r"train.optimizer.learning_rate</th>\s*<td>0.001</td>\s*<td>0.01</td>", compared)
+    rewards = read_chosen(root, RUN, 1, Choice(random=PROMPTS * SAMPLES)).samples
+    lowest = min(
+        (one.prompt_id for one in rewards),
+        key=lambda name: statistics.mean(one.reward for one in rewards if one.prompt_id == name),
+    )
+    group = re.findall(r"group\?prompt=[^>]*>([^<]+)</a></th><td>(\d+)", browser.get(f"/run/{RUN}/1").text)
+    assert len(group) == PROMPTS
+    assert {int(count) for _, count in group} == {SAMPLES}
+    assert statistics.mean(one.reward for one in rewards if one.prompt_id == group[0][0]) == pytest.approx(
+        statistics.mean(one.reward for one in rewards if one.prompt_id == lowest)
+    )
+
+
+def test_lineage_leads_both_ways(root: Root, browser: TestClient):
+    prompt, sample = sample_of(root, 2)
+    page = browser.get(f"/run/{RUN}/2/lineage?prompt={quote(prompt, safe='')}&sample={sample}").text
+    assert need(root, RUN, 1, Stage.WEIGHT_SYNC).digest in page
+    assert need(root, RUN, 2, Stage.TRAIN).digest in page
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "fact"),
+    [
+        ("/run/nobody", 404, "no run 'nobody'"),
+        ("/run/..", 404, "no such page"),
+        (f"/run/{RUN}/9", 404, "no iteration 9: it has iterations 0 to 2"),
+        (f"/run/{RUN}/1/sample", 404, "it needs prompt=ID and sample=NUMBER"),
+        (f"/run/{RUN}/1/sample?prompt=p&sample=x", 404, "sample='x' is not a number"),
+        (f"/run/{RUN}/1/sample?prompt=p&sample=0&color=red", 404, "color='red' is none of logprob"),
+        (f"/run/{RUN}/1/sample?prompt=p&sample=0", 404, "has not sampled this prompt"),
+        (f"/run/{RUN}/1/group?prompt=p", 404, "prompt 'p' has no samples in this iteration"),
+        (f"/run/{RUN}/search?order=none", 404, "order='none' is none of stored"),
+        (f"/run/{RUN}/search?first=3&last=1", 404, "last='1' is not a number of at least 3"),
+        (f"/run/{RUN}/search?where=reword+%3E+1", 200, "did you mean 'reward'?"),
+        (f"/run/{RUN}/search?first=7", 200, "the run has no such rollouts"),
+        ("/compare", 404, "0 runs are chosen"),
+        ("/static/../pages.py", 404, "no such page"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_the_reason(browser: TestClient, path: str, status: int, fact: str):
+    answer = browser.get(path)
+    assert (answer.status_code, fact in unescape(answer.text)) == (status, True), answer.text
+
+
+def test_damage_and_other_versions_are_named_and_leave_other_runs(root: Root, tmp_path: Path):
+    assert root.folder is not None
+    shutil.copytree(root.folder, tmp_path / "runs")
+    store = open_root(str(tmp_path / "runs"))
+    part = tmp_path / "runs" / need(root, RUN, 1, Stage.ROLLOUT).parts[0].key
+    part.chmod(0o644)
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    manifest = tmp_path / "runs" / need(root, RUN, 2, Stage.TRAIN).key
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version":1', b'"format_version":9'))
+    browser = TestClient(application(store), HERE)
+    assert (answer := browser.get(f"/run/{RUN}/1")).status_code == 500
+    assert "is damaged: xxh3-128" in answer.text
+    assert browser.get(f"/run/{RUN}/search").status_code == 500
+    assert (answer := browser.get(f"/run/{RUN}/2")).status_code == 500
+    assert re.search(r"main.*" + re.escape(manifest.name), answer.text, re.DOTALL)
+    listing = browser.get("/")
+    assert (listing.status_code, listing.text.count('class="trouble"')) == (200, 1)
+    assert browser.get("/run/two").status_code == 200
+
+
+def test_a_page_is_sent_again_when_its_run_goes_on(tmp_path: Path):
+    store, scratch = open_root(str(tmp_path / "runs")), tmp_path / "scratch"
+    with pytest.raises(Killed):
+        driver(store, small_config(), scratch, at=killing(Stage.REWARD, 1, Point.STARTED)).drive()
+    browser, path = TestClient(application(store), HERE), f"/run/{RUN}/1"
+    first = browser.get(path)
+    assert "not scored yet" in first.text
+    same = {"If-None-Match": first.headers["etag"]}
+    assert browser.get(path, headers=same).status_code == 304
+    driver(store, small_config(), scratch).drive()
+    later = browser.get(path, headers=same)
+    assert (later.status_code, "not scored yet" in later.text) == (200, False)
+
+
+def test_a_root_that_is_none_is_refused_and_an_empty_one_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert execute(["view", "--root", str(tmp_path / "nowhere")]) == 2
+    assert "there is no storage root at" in capfd.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert execute(["view", "--root", str(tmp_path / "file")]) == 2
+    assert "There is no run in this root yet" in TestClient(application(open_root(str(tmp_path))), HERE).get("/").text
+    with listening(0) as taken, pytest.raises(InputError, match="cannot be used"):
+        listening(taken.getsockname()[1])

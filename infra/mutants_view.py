@@ -1,0 +1,82 @@
+"""Faults in the viewer that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_SERVER, _PAGES, _SELECTION = "flows/viewer/server.py", "flows/viewer/pages.py", "storage/selection.py"
+_TESTS, _SEARCH = ("tests/flows/viewer/test_viewer.py",), ("tests/flows/viewer/test_search.py",)
+_ACCESS = ("tests/flows/viewer/test_accessibility.py",)
+
+VIEW = (
+    Mutant(
+        "view-any-host",
+        "a page of another name that leads to this machine (DNS rebinding) reads runs",
+        _SERVER,
+        "if host not in self._hosts:",
+        "if not host:",
+        _TESTS,
+    ),
+    Mutant(
+        "view-any-origin",
+        "a page of another site may ask the viewer",
+        _SERVER,
+        "if origin is not None and",
+        "if origin is None and",
+        _TESTS,
+    ),
+    Mutant(
+        "view-any-token",
+        "the viewer lets in who has no token",
+        _SERVER,
+        "return None if allowed else",
+        "return None if token is None else",
+        _TESTS,
+    ),
+    Mutant(
+        "view-readable-cookie",
+        "a script may read the cookie that lets in",
+        _SERVER,
+        "httponly=True",
+        "httponly=False",
+        _TESTS,
+    ),
+    Mutant(
+        "view-takes-orders",
+        "the viewer answers requests that are to change something",
+        _SERVER,
+        'if request.method not in ("GET", "HEAD"):',
+        'if request.method == "POST":',
+        _TESTS,
+    ),
+    Mutant(
+        "view-runs-markup",
+        "markup in a sample becomes markup of the page",
+        _PAGES,
+        "autoescape=True",
+        "autoescape=False",
+        _TESTS,
+    ),
+    Mutant(
+        "view-keeps-old-pages",
+        "a page is not sent again when its run goes on",
+        _PAGES,
+        "return [found.manifests, ",
+        "return [",
+        _TESTS,
+    ),
+    Mutant(
+        "view-scores-by-place",
+        "search gives a sample the score of another one, if they were scored in another order",
+        _SELECTION,
+        "if scores and not own.select(_KEYS).equals(samples.select(_KEYS)):",
+        "if scores and len(own) != len(samples):",
+        _SEARCH,
+    ),
+    Mutant(
+        "view-faint-text",
+        "quiet text is too faint to be read",
+        "flows/viewer/static/viewer.css",
+        "--quiet: #545b64",
+        "--quiet: #949ba4",
+        _ACCESS,
+    ),
+)
