@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from storage.schema import TURN
@@ -60,10 +59,16 @@ def sampled_lengths(sampled: pa.ChunkedArray) -> NDArray[np.int64]:
 def weight_versions(table: pa.Table) -> tuple[pa.Array, pa.Array]:
     """The oldest and the newest weight version that sampled a token of each sample, (N,) each; null where none did."""
     column, sampled = (table[name].combine_chunks() for name in ("weight_version", "sampled"))
-    named = pa.table({"row": pa.array(_rows(column)), "version": column.flatten()}).filter(sampled.flatten())
-    found = named.group_by("row").aggregate([("version", "min"), ("version", "max")])
-    places = pc.index_in(pa.array(np.arange(len(column))), value_set=found["row"].combine_chunks())  # pyright: ignore[reportAttributeAccessIssue] - made at import
-    return found["version_min"].combine_chunks().take(places), found["version_max"].combine_chunks().take(places)
+    own = sampled.flatten().to_numpy(zero_copy_only=False)
+    versions = column.flatten().to_numpy(zero_copy_only=False)[own]
+    ends = np.append(0, np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False)))
+    begins = np.append(0, np.cumsum(own))[ends]  # (N + 1,) places among the sampled tokens
+    there = np.diff(begins) > 0
+    oldest, newest = np.zeros((2, len(column)), np.int32)
+    if there.any():
+        oldest[there] = np.minimum.reduceat(versions, begins[:-1][there])
+        newest[there] = np.maximum.reduceat(versions, begins[:-1][there])
+    return pa.array(oldest, mask=~there), pa.array(newest, mask=~there)
 
 
 def ended_by(row: Mapping[str, Any]) -> str | None:

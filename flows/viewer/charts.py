@@ -119,10 +119,11 @@ def _line(run: str, place: int, every: Sequence[Sequence[tuple[int, float]]], ac
     dots = tuple(Dot(across(x), up(y), run, x, y) for x, y in points) if len(points) <= _DOTS else ()
     (first, began), (last, ended) = points[0], points[-1]
     least, most = (pick(points, key=lambda point: point[1]) for pick in (min, max))
-    words = (
-        f"{number(began)} at iteration {first}, {number(ended)} at {last}; lowest {number(least[1])} at {least[0]}, "
-    )
-    return Line(run, place, paths, dots, f"{words}highest {number(most[1])} at {most[0]}")
+    course = f"{number(began)} at iteration {first}"
+    if len(points) > 1:
+        extremes = f"lowest {number(least[1])} at {least[0]}, highest {number(most[1])} at {most[0]}"
+        course = f"{course}, {number(ended)} at {last}; {extremes}"
+    return Line(run, place, paths, dots, course)
 
 
 def histogram(title: str, values: NDArray[np.number]) -> Histogram | None:

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from flows.viewer import charts, reading
-from flows.viewer.search import ORDERS, SHOWN, Query, search
+from flows.viewer.search import ORDERS, SHOWN, Columns, Query, search
 from flows.views.history import IterationRecord, explanation, read_record
 from flows.views.samples import Choice, read_chosen
 from flows.views.status import read_status
@@ -24,7 +25,7 @@ from flows.views.trackers import leaves
 from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import InputError, RatchetError, told
-from storage.ownership.lease import holder
+from storage.ownership.lease import describe, holder
 from storage.selection import OFFERED
 from storage.upkeep.catalog import names, require_run, summaries
 from storage.upkeep.lineage import of_sample
@@ -54,7 +55,7 @@ def application(root: Root) -> Starlette:
         "/compare": ("compare.html", _compare),
         "/run/{run}": ("run.html", _run),
         "/run/{run}/curve": ("curve.svg", _curve),
-        "/run/{run}/search": ("search.html", _search),
+        "/run/{run}/search": ("search.html", partial(_search, Columns())),
         "/run/{run}/{iteration:int}": ("iteration.html", _iteration),
         "/run/{run}/{iteration:int}/group": ("group.html", _group),
         "/run/{run}/{iteration:int}/sample": ("sample.html", _sample),
@@ -113,7 +114,12 @@ def _state(root: Root, run: str | None) -> list[Any]:
         return [one.model_dump(mode="json") for one in summaries(root)]
     require_run(root, run)
     found = names(root, run)
-    return [found.manifests, sorted(found.retired), found.revisions.head, str(holder(root, run))]
+    return [found.manifests, sorted(found.retired), found.revisions.head, _driver(root, run)]
+
+
+def _driver(root: Root, run: str) -> str | None:
+    entry = holder(root, run)
+    return None if entry is None else describe(entry)
 
 
 def _number(request: Request, name: str, least: int, default: int | None = None) -> int | None:
@@ -140,11 +146,8 @@ def _runs(root: Root, _request: Request) -> dict[str, Any]:
 def _run(root: Root, request: Request) -> dict[str, Any]:
     run = request.path_params["run"]
     status = read_status(root, run, whole=True)
-    return {
-        **_curves(request, {run: [one.row for one in status.history]}),
-        "status": status,
-        "driver": holder(root, run),
-    }
+    curves = _curves(request, {run: [one.row for one in status.history]})
+    return {**curves, "status": status, "driver": _driver(root, run)}
 
 
 def _curve(root: Root, request: Request) -> dict[str, Any]:
@@ -189,14 +192,14 @@ def _iteration(root: Root, request: Request) -> dict[str, Any]:
         "record": record,
         "last": max(places),
         "troubles": [explanation(one) for one in record.troubles],
-        "commands": _again(run, record, root),
     }
     if Stage.ROLLOUT not in record.done:
-        return {**data, "groups": [], "histograms": [], "extremes": (), "more": 0}
+        return {**data, "commands": [], "groups": [], "histograms": [], "extremes": (), "more": 0}
     found = reading.read_all(root, run, iteration)
     every = reading.groups(found)
     return {
         **data,
+        "commands": _again(run, record, root),
         "groups": every[:_GROUPS],
         "more": max(len(every) - _GROUPS, 0),
         "histograms": reading.distributions(found, iteration),
@@ -209,7 +212,7 @@ def _span(places: set[int]) -> str:
 
 
 def _again(run: str, record: IterationRecord, root: Root) -> list[str]:
-    """The commands that do the stages of an iteration again."""
+    """The commands that do the stages of an RL iteration again."""
     tail = ["--reason=TEXT", f"--root={shown_text(root.url)}"]
     return [shlex.join(["ratchet", "rerun", f"{run}@{record.iteration}:{one}", *tail]) for one in record.done]
 
@@ -236,7 +239,7 @@ def _lineage(root: Root, request: Request) -> dict[str, Any]:
     return {"lineage": of_sample(root, WORKFLOW, run, iteration, prompt, sample)}
 
 
-def _search(root: Root, request: Request) -> dict[str, Any]:
+def _search(columns: Columns, root: Root, request: Request) -> dict[str, Any]:
     run, order = request.path_params["run"], request.query_params.get("order", "stored")
     if order not in ORDERS:
         raise InputError(f"order={order!r} is none of {', '.join(ORDERS)}: take one of these")
@@ -247,11 +250,10 @@ def _search(root: Root, request: Request) -> dict[str, Any]:
         "orders": ORDERS,
         "columns": OFFERED.names,
         "shown": SHOWN,
-        "command_text": query.command(root.url),
     }
     began = perf_counter()
     try:
-        answer, flaw = search(root, query), None
+        answer, flaw = search(root, query, columns), None
     except InputError as error:
         answer, flaw = None, str(error)
     seconds = perf_counter() - began

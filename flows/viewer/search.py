@@ -1,6 +1,9 @@
 """Search over the samples of a run by the conditions of `ratchet retrain --where`."""
 
 import shlex
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -18,7 +21,9 @@ SHOWN = 100
 """Most samples of an answer."""
 ORDERS = {"stored": "as they were sampled", "best": "highest reward first", "worst": "lowest reward first"}
 _COLUMNS = ["iteration", "prompt_id", "sample_id", "reward", "status"]
-_EMPTY = pa.schema([OFFERED.field(name) for name in _COLUMNS]).empty_table()
+_NONE = pa.table({})
+_KEPT = 1 << 28  # bytes; a million samples with short ids take 60 MB
+_EMPTY = pa.schema([(name, OFFERED.field(name).type) for name in _COLUMNS]).empty_table()
 _READERS = 2
 _SORT = {"best": "descending", "worst": "ascending"}
 
@@ -59,34 +64,68 @@ class Answer:
     """The first SHOWN of them."""
 
 
-def search(root: Root, query: Query) -> Answer:
-    """Examine all samples of the query's iterations. In memory are the columns that it names, of one part for each
-    reader, and the rows that are shown. Raises InputError: the condition, run or iterations cannot be used."""
+class Columns:
+    """Columns of scored rollouts. They stay in memory up to a limit: the oldest go first, and lists go at once."""
+
+    def __init__(self, limit: int = _KEPT) -> None:
+        self._limit, self._bytes = limit, 0
+        self._kept: OrderedDict[tuple[str, ...], pa.Table] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, rollout: Rollout, names: Collection[str]) -> pa.Table:
+        """The columns `names` of a rollout, among others."""
+        key = (rollout.manifest.key, *(one.digest for one in (rollout.manifest, rollout.reward) if one is not None))
+        with self._lock:
+            kept = self._kept.get(key, _NONE)
+        if missing := [name for name in names if name not in kept.column_names]:
+            read = pa.concat_tables(offered_columns(rollout.root, rollout.manifest, rollout.reward, missing))
+            kept = pa.table({**_columns(kept), **_columns(read.combine_chunks())})
+            self._keep(key, kept.select([name for name in kept.column_names if not _is_list(name)]))
+        return kept
+
+    def _keep(self, key: tuple[str, ...], table: pa.Table) -> None:
+        with self._lock:
+            before = self._kept.pop(key, _NONE)
+            self._kept[key] = table
+            self._bytes += table.nbytes - before.nbytes
+            while self._bytes > self._limit:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+
+
+def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    return dict(zip(table.column_names, table.columns, strict=True))
+
+
+def _is_list(name: str) -> bool:
+    return pa.types.is_list(OFFERED.field(name).type)
+
+
+def search(root: Root, query: Query, columns: Columns) -> Answer:
+    """Examine all samples of the query's iterations. In memory are what `columns` keeps, the columns that the query
+    names of one rollout for each reader, and the rows that are shown. Raises InputError: the condition, run or
+    iterations cannot be used."""
     condition = parse_condition(query.where, OFFERED) if query.where.strip() else None
     section = RetrainSection(start=f"{query.run}@0", select=(query.place,), where=query.where)
     every = list(rollouts(root, section))
     scored = [one for one in every if one.reward is not None]
-    parts = each(lambda rollout: _of_rollout(rollout, condition, query.order), scored, _READERS)
-    rows = _first(pa.concat_tables([_EMPTY, *(table for _, _, table in parts)]), query.order)
+    parts = each(lambda rollout: _of_rollout(columns, rollout, condition, query.order), scored, _READERS)
     counts = [(one.manifest.iteration, found) for one, (_, found, _) in zip(scored, parts, strict=True) if found]
     return Answer(
         examined=sum(examined for examined, _, _ in parts),
         found=sum(found for _, found, _ in parts),
         unscored=tuple(one.manifest.iteration for one in every if one.reward is None),
         counts=tuple(counts),
-        rows=tuple(rows.to_pylist()),
+        rows=tuple(_first(pa.concat_tables([_EMPTY, *(table for _, _, table in parts)]), query.order).to_pylist()),
     )
 
 
-def _of_rollout(rollout: Rollout, condition: Condition | None, order: str) -> tuple[int, int, pa.Table]:
+def _of_rollout(
+    columns: Columns, rollout: Rollout, condition: Condition | None, order: str
+) -> tuple[int, int, pa.Table]:
     """Samples examined and found, and the first of them with the columns that are shown."""
-    columns = {*_COLUMNS, *(condition.columns if condition is not None else ())}
-    examined, found, first = 0, 0, []
-    for table in offered_columns(rollout.root, rollout.manifest, rollout.reward, columns):
-        kept = table if condition is None else table.filter(condition.expression)
-        examined, found = examined + table.num_rows, found + kept.num_rows
-        first.append(_first(kept.select(_COLUMNS), order))
-    return examined, found, _first(pa.concat_tables(first), order) if first else _EMPTY
+    table = columns.of(rollout, {*_COLUMNS, *(condition.columns if condition is not None else ())})
+    kept = table if condition is None else table.filter(condition.expression)
+    return table.num_rows, kept.num_rows, _first(kept.select(_COLUMNS), order)
 
 
 def _first(table: pa.Table, order: str) -> pa.Table:

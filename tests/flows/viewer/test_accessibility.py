@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from starlette.testclient import TestClient
@@ -160,7 +161,7 @@ def test_a_browser_shows_it_with_and_without_scripts(root: Root, address: str, t
         assert page.url == f"{place}/"
         page.keyboard.press("Tab")
         assert page.locator(":focus").inner_text() == "Skip to the content"
-        page.goto(f"{place}/run/{RUN}/1/sample?prompt={prompt}&sample={sample}")
+        page.goto(f"{place}/run/{RUN}/1/sample?prompt={quote(prompt)}&sample={sample}")
         page.locator("[data-tokens]").first.focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")

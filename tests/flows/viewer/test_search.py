@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from flows.cli.app import app
-from flows.viewer.search import SHOWN, Query, search
+from flows.viewer.search import SHOWN, Columns, Query, search
 from storage.backends.root import Root, open_root
 from storage.filters import parse_condition
 from storage.manifest import need
@@ -35,18 +35,26 @@ def test_it_finds_what_a_retraining_selects(root: Root, where: str):
     selecting = Selecting(section)
     for rollout in rollouts(root, section):
         list(selecting.add(rollout))
-    answer = search(root, Query(RUN, where))
+    answer = search(root, Query(RUN, where), Columns())
     assert (answer.found, answer.examined) == (selecting.rows, ALL)
     assert len(answer.rows) == min(selecting.rows, SHOWN)
     assert sum(found for _, found in answer.counts) == answer.found
 
 
 def test_the_order_and_the_iterations_choose_what_comes_first(root: Root):
-    rewards = [row["reward"] for row in search(root, Query(RUN, order="best")).rows]
+    rewards = [row["reward"] for row in search(root, Query(RUN, order="best"), Columns()).rows]
     assert rewards == sorted(rewards, reverse=True)
-    worst = search(root, Query(RUN, first=2, last=2, order="worst"))
+    worst = search(root, Query(RUN, first=2, last=2, order="worst"), Columns())
     assert [row["reward"] for row in worst.rows] == sorted(row["reward"] for row in worst.rows)
     assert {row["iteration"] for row in worst.rows} == {2}
+
+
+@pytest.mark.parametrize("limit", [0, 3000, 1 << 20])
+def test_columns_that_stay_in_memory_change_no_answer(root: Root, limit: int):
+    columns = Columns(limit)
+    for where in (*CONDITIONS, *CONDITIONS):
+        assert search(root, Query(RUN, where), columns) == search(root, Query(RUN, where), Columns())
+        assert sum(table.nbytes for table in columns._kept.values()) == columns._bytes <= limit
 
 
 def test_the_command_is_one_that_the_command_line_reads(root: Root):

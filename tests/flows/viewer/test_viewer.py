@@ -9,6 +9,7 @@ from html import unescape
 from pathlib import Path
 from urllib.parse import quote
 
+import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
@@ -21,13 +22,15 @@ from flows.views.status import read_status
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
-from storage.manifest import need
+from storage.manifest import commit, need
+from storage.parts import PartWriter
 from storage.reader import read_stored_table
-from tasks.importing.rows import ImportOrder, mapped
-from tasks.importing.samples import import_samples
+from storage.schema import REWARD, ROLLOUT
+from tasks.config.stored import record_config
 from tasks.stages.names import Stage
 from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.storage.tables import manifest, rollout_table, scored_table
 
 PORT, TOKEN = 4321, "right-token"
 HERE = f"http://127.0.0.1:{PORT}"
@@ -43,8 +46,13 @@ def browser(root: Root) -> Iterator[TestClient]:
 
 
 def sample_of(root: Root, iteration: int = 1) -> tuple[str, int]:
+    """The sample with the most tokens."""
+    return max(rows_of(root, iteration), key=lambda key: len(rows_of(root, iteration)[key]["response_tokens"]))
+
+
+def rows_of(root: Root, iteration: int) -> dict[tuple[str, int], dict]:
     table = read_stored_table(root, need(root, RUN, iteration, Stage.ROLLOUT))
-    return table["prompt_id"][0].as_py(), table["sample_id"][0].as_py()
+    return {(row["prompt_id"], row["sample_id"]): row for row in table.to_pylist()}
 
 
 def paths(root: Root) -> list[str]:
@@ -107,29 +115,48 @@ def test_the_viewer_takes_no_orders(browser: TestClient):
     assert browser.head(f"/run/{RUN}").status_code == 200
 
 
+def changed(table: pa.Table, schema: pa.Schema, **columns: list) -> pa.Table:
+    """The table with other columns."""
+    given = {name: pa.array(values, schema.field(name).type) for name, values in columns.items()}
+    return pa.table([given.get(name, table[name]) for name in schema.names], schema=schema)
+
+
 def test_no_markup_of_a_run_becomes_markup_of_a_page(tmp_path: Path):
-    store, file = open_root(str(tmp_path / "runs")), tmp_path / "made.jsonl"
-    row = {"prompt_id": MARKUP, "prompt_tokens": [1], "response_tokens": [2, 3], "logprobs": [-1.0, -2.0], "reward": 1}
-    turns = [{"role": MARKUP, "begin": 0, "end": 2, "finish_reason": "stop", "calls": json.dumps(MARKUP)}]
-    file.write_text(json.dumps({**row, "turns": turns}))
-    import_samples(store, ImportOrder((str(file),), "made", mapped(()), 1.0))
+    store = open_root(str(tmp_path / "runs"))
+    digest = record_config(store, RUN, small_config())
+    samples = rollout_table(groups=1, samples=2)
+    words = {"role": MARKUP, "calls": json.dumps(MARKUP), "results": json.dumps([MARKUP])}
+    turns = [[{**turn, **words} for turn in row] for row in samples["turns"].to_pylist()]
+    scores = scored_table(samples, [1.0, 0.0])
+    stored = {
+        Stage.ROLLOUT: changed(samples, ROLLOUT, turns=turns, prompt_id=[MARKUP] * 2),
+        Stage.REWARD: changed(
+            scores, REWARD, prompt_id=[MARKUP] * 2, detail=[MARKUP] * 2, components=[[(MARKUP, 1.0)]] * 2
+        ),
+    }
+    made = {}
+    for stage, table in stored.items():
+        part = PartWriter(store, RUN, 1, stage).write_table("table.arrow", table, table.schema)
+        one = manifest(stage, parts=(part,), run=RUN, config_digest=digest, inputs=dict(made))
+        made["rollout"] = commit(store, one).digest
     browser, which = TestClient(application(store), HERE), f"prompt={quote(MARKUP, safe='')}"
-    pages = [f"/run/made/1{place}" for place in ("", f"/group?{which}", f"/sample?{which}&sample=0",
-             f"/lineage?{which}&sample=0")] + ["/run/made/search"]  # fmt: skip
+    pages = [f"/run/small/1{place}" for place in ("", f"/group?{which}", f"/sample?{which}&sample=0",
+             f"/lineage?{which}&sample=0")] + ["/run/small/search"]  # fmt: skip
     for path in pages:
         answer = browser.get(path)
         assert answer.status_code == 200, (path, answer.text)
         assert "<script>alert" not in answer.text
         assert "&lt;script&gt;alert" in answer.text, path
-    for path in (f"/run/{quote(MARKUP, safe='')}", f"/run/made/1/group?prompt=no{quote(MARKUP)}",
-                 f"/run/made/search?where={quote(MARKUP)}", f"/compare?run={quote(MARKUP)}"):  # fmt: skip
+    for path in (f"/run/{quote(MARKUP, safe='')}", f"/run/small/1/group?prompt=no{quote(MARKUP)}",
+                 f"/run/small/search?where={quote(MARKUP)}", f"/compare?run={quote(MARKUP)}"):  # fmt: skip
         assert "<script>alert" not in browser.get(path).text
 
 
 def test_a_sample_s_tokens_have_their_stored_values(root: Root, browser: TestClient):
     prompt, sample = sample_of(root)
-    stored = read_stored_table(root, need(root, RUN, 1, Stage.ROLLOUT)).slice(0, 1).to_pylist()[0]
-    shown = read_chosen(root, RUN, 1, Choice(prompt=prompt)).samples[0]
+    stored = rows_of(root, 1)[prompt, sample]
+    group = read_chosen(root, RUN, 1, Choice(prompt=prompt)).samples
+    shown = next(one for one in group if one.sample_id == sample)
     page = browser.get(f"/run/{RUN}/1/sample?prompt={quote(prompt, safe='')}&sample={sample}").text
     words = [unescape(one) for one in re.findall(r'<span class="token surprise-\d" title="([^"]+)"', page)]
     found = [
@@ -179,7 +206,6 @@ def test_lineage_leads_both_ways(root: Root, browser: TestClient):
     ("path", "status", "fact"),
     [
         ("/run/nobody", 404, "no run 'nobody'"),
-        ("/run/..", 404, "no such page"),
         (f"/run/{RUN}/9", 404, "no iteration 9: it has iterations 0 to 2"),
         (f"/run/{RUN}/1/sample", 404, "it needs prompt=ID and sample=NUMBER"),
         (f"/run/{RUN}/1/sample?prompt=p&sample=x", 404, "sample='x' is not a number"),
@@ -191,7 +217,7 @@ def test_lineage_leads_both_ways(root: Root, browser: TestClient):
         (f"/run/{RUN}/search?where=reword+%3E+1", 200, "did you mean 'reward'?"),
         (f"/run/{RUN}/search?first=7", 200, "the run has no such rollouts"),
         ("/compare", 404, "0 runs are chosen"),
-        ("/static/../pages.py", 404, "no such page"),
+        ("/static/%2e%2e/pages.py", 404, "no such page"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_the_reason(browser: TestClient, path: str, status: int, fact: str):
@@ -206,15 +232,15 @@ def test_damage_and_other_versions_are_named_and_leave_other_runs(root: Root, tm
     part = tmp_path / "runs" / need(root, RUN, 1, Stage.ROLLOUT).parts[0].key
     part.chmod(0o644)
     part.write_bytes(part.read_bytes()[:-1] + b"!")
-    manifest = tmp_path / "runs" / need(root, RUN, 2, Stage.TRAIN).key
-    manifest.chmod(0o644)
-    manifest.write_bytes(manifest.read_bytes().replace(b'"format_version":1', b'"format_version":9'))
+    record = tmp_path / "runs" / need(root, RUN, 2, Stage.TRAIN).key
+    record.chmod(0o644)
+    record.write_bytes(record.read_bytes().replace(b'"format_version": 1,', b'"format_version": 9,'))
     browser = TestClient(application(store), HERE)
     assert (answer := browser.get(f"/run/{RUN}/1")).status_code == 500
     assert "is damaged: xxh3-128" in answer.text
     assert browser.get(f"/run/{RUN}/search").status_code == 500
     assert (answer := browser.get(f"/run/{RUN}/2")).status_code == 500
-    assert re.search(r"main.*" + re.escape(manifest.name), answer.text, re.DOTALL)
+    assert re.search(r"main.*" + re.escape(record.name), answer.text, re.DOTALL)
     listing = browser.get("/")
     assert (listing.status_code, listing.text.count('class="trouble"')) == (200, 1)
     assert browser.get("/run/two").status_code == 200
@@ -226,12 +252,12 @@ def test_a_page_is_sent_again_when_its_run_goes_on(tmp_path: Path):
         driver(store, small_config(), scratch, at=killing(Stage.REWARD, 1, Point.STARTED)).drive()
     browser, path = TestClient(application(store), HERE), f"/run/{RUN}/1"
     first = browser.get(path)
-    assert "not scored yet" in first.text
+    assert "<h3>Rewards</h3>" not in first.text
     same = {"If-None-Match": first.headers["etag"]}
     assert browser.get(path, headers=same).status_code == 304
     driver(store, small_config(), scratch).drive()
     later = browser.get(path, headers=same)
-    assert (later.status_code, "not scored yet" in later.text) == (200, False)
+    assert (later.status_code, "<h3>Rewards</h3>" in later.text) == (200, True)
 
 
 def test_a_root_that_is_none_is_refused_and_an_empty_one_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
