@@ -184,7 +184,7 @@ def _tokens(
 
 
 def _texts(ids: Sequence[int], texts: StoredTexts | None, places: range) -> list[str]:
-    """What each token adds to the text of those before it."""
+    """Text that each token adds to that of the tokens before it."""
     if texts is None or texts.tokenizer is None:
         return [f"[{ids[place]}]" for place in places]
     spans = [(ids[max(place - _BEFORE, 0) : place], ids[place]) for place in places]

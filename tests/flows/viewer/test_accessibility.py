@@ -27,7 +27,7 @@ VOID = {"meta", "link", "input", "img", "br", "path", "polyline", "circle", "rec
 
 
 class Page(HTMLParser):
-    """What the rules below look at."""
+    """A page as far as the rules below look at it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
