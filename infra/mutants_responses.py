@@ -56,8 +56,8 @@ RESPONSES = (
         "age-by-unsampled-tokens",
         "a sample counts as old as the tokens in it that have no version",
         "storage/turns.py",
-        ".filter(sampled.flatten())\n",
-        "\n",
+        "own = sampled.flatten().to_numpy(zero_copy_only=False)",
+        "own = np.ones(len(sampled.flatten()), np.bool_)",
         _STORED,
     ),
     Mutant(
