@@ -22,7 +22,7 @@ from tests.small.stored import stored_run
 PROJECT = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["project"]
 HEAVY = ("torch", "ray", "vllm", "megatron", "transformers", "prefect", "datasets", "math_verify", "sqlalchemy")
 """Packages of the extras that the base must do without."""
-TAKEN_IF_THERE = ("pandas", "pytz", "cloudpickle")
+TAKEN_IF_THERE = ("pandas", "pytz", "cloudpickle", "python-multipart", "watchfiles", "sniffio")
 """Packages that those of the base import only where they are installed."""
 BLOCKED = f"""
 import sys
