@@ -20,7 +20,6 @@ SOURCES = [PROJECT / "ratchet.py"] + [
 OTHERS = [path for folder in ("tests", "infra") for path in sorted((PROJECT / folder).rglob("*.py"))]
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LONG = {
-    "flows/cli/retrain.py:retrain_command": "one parameter for each option, with its help",
     "flows/deployments/retrain.py:retrain": "one parameter for each field of the form",
     "trainer_core/weights/digest_kernel.py:_add_words": "a Triton kernel",
 }

@@ -2,12 +2,10 @@
 
 import importlib
 import secrets
-import shlex
 import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -15,16 +13,14 @@ from cyclopts.validators import Number
 
 from flows.cli.check import names_a_run, of_file, of_stored
 from flows.cli.mistakes import explained, missing_extra
-from flows.cli.options import DEFAULT_ROOT, FileOrRun, Iterations, Json, RootUrl, RunId, RunName, Settings, root_url
+from flows.cli.options import DEFAULT_ROOT, Changes, Common, FileOrRun, Json, RunId, Settings, flag, root_url, several
 from flows.cli.printing import of_configuration
 from flows.views.output import Output
 from flows.views.progress import status_lines
 from flows.views.status import read_status
-from storage.backends.root import open_root
 from storage.errors import InputError, RatchetError, told
 from tasks.config import reference
 from tasks.config.code_version import PROJECT_ROOT, VERSION
-from tasks.config.credentials import shown_setting, shown_text
 from tasks.config.document import load_config, written
 from tasks.config.environment import prepare_process, without_secrets
 from tasks.config.run import RunConfig
@@ -66,38 +62,25 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 
 @app.command(name="run")
-def run_command(
-    which: FileOrRun,
-    /,
-    *,
-    iterations: Iterations = None,
-    settings: Settings = (),
-    run: RunName = None,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
-) -> int:
+def run_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: Common = Common()) -> int:
     """Start or continue the run that a configuration describes, or continue a run as it was recorded."""
-    store, replaced = open_root(root), {"run.iterations": iterations}
-    if not names_a_run(which, store):
-        return _from_file(["run", which], which, run, settings, replaced, root, json)
-    config = of_stored(which, run, [*settings, *_overrides(replaced)], store)
-    return _carry_out(which, config, continuing_command(["run", which], settings, replaced, root, json), root, json)
+    if not names_a_run(which, common.store):
+        return _from_file(["run", which], which, changes, common)
+    config = of_stored(which, changes.run, changes.replaced, common.store)
+    return _carry_out(which, config, common.again(["run", which, *changes.options]), common)
 
 
 @app.command
 def demo(
     *,
     seed: Annotated[int | None, Parameter(help="Seed of everything; overrides run.seed.")] = None,
-    iterations: Iterations = None,
-    settings: Settings = (),
-    run: RunName = None,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
+    changes: Changes = Changes(),
+    common: Common = Common(),
 ) -> int:
     """Teach a tiny model to add, on this machine, from scratch: a new run each time unless --run names one."""
-    name = run or new_name("demo")
-    replaced = {"run.seed": seed, "run.iterations": iterations}
-    return _from_file(["demo"], str(DEMO_CONFIG), name, settings, replaced, root, json)
+    settings = (*changes.settings, *([] if seed is None else [f"run.seed={seed}"]))
+    changes = replace(changes, run=changes.run or new_name("demo"), settings=settings)
+    return _from_file(["demo"], str(DEMO_CONFIG), changes, common)
 
 
 @app.command
@@ -105,15 +88,12 @@ def status(
     run: RunId,
     /,
     *,
-    everything: Annotated[
-        bool, Parameter(name="--all", help="Show every iteration of a long run, not only the newest.", negative=())
-    ] = False,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
+    everything: Annotated[bool, flag("Show every iteration of a long run, not only the newest.", "--all")] = False,
+    common: Common = Common(),
 ) -> int:
     """Show how far a run is, from its storage alone."""
-    found = read_status(open_root(root), run, everything)
-    return Output.show(json, found, status_lines(found))
+    found = read_status(common.store, run, everything)
+    return common.show(found, status_lines(found))
 
 
 @app.command(name="config")
@@ -121,27 +101,20 @@ def config_command(
     run: Annotated[str | None, Parameter(help="Id of a run.")] = None,
     /,
     *,
-    example: Annotated[
-        bool, Parameter(help="Print a commented TOML file with every key at its default.", negative=())
-    ] = False,
-    markdown: Annotated[bool, Parameter(help="Print the page docs/configuration.md.", negative=())] = False,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Annotated[
-        bool, Parameter(help="Print the JSON schema, or the run's configuration as JSON.", negative=())
-    ] = False,
+    example: Annotated[bool, flag("Print a commented TOML file with every key at its default.")] = False,
+    markdown: Annotated[bool, flag("Print the page docs/configuration.md.")] = False,
+    common: Common = Common(),
 ) -> int:
-    """Describe every key of a configuration: type, limits, default, and whether it may change later. Of a run, print
-    what it was recorded with as a TOML file.
+    """Describe every key of a configuration: type, limits, default, and whether it may change later; with --json print
+    the JSON schema. Of a run, print what it was recorded with as a TOML file.
     """
-    if example + markdown + (json or run is not None) > 1:
+    if example + markdown + (common.json or run is not None) > 1:
         raise InputError("--example, --markdown and --json, or a run, exclude each other: give only one of them")
     if run is not None:
-        stored = of_stored(run, None, (), open_root(root))
-        return Output.show(json, stored, list(written(stored.model_dump(mode="json")))[:-1])
+        stored = of_stored(run, None, (), common.store)
+        return common.show(stored, list(written(stored.model_dump(mode="json")))[:-1])
     text = reference.example() if example else reference.markdown() if markdown else None
-    return Output.show(
-        json, reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines()
-    )
+    return common.show(reference.schema(), of_configuration(reference.tables()) if text is None else text.splitlines())
 
 
 @app.command
@@ -156,15 +129,12 @@ def prove_resume(
     iterations: Annotated[int, Parameter(help="RL iterations of each run.", validator=Number(gte=1))] = 3,
     kills: Annotated[int, Parameter(help="Number of kills at random points.", validator=Number(gte=0))] = 3,
     seed: Annotated[int, Parameter(help="Seed that chooses the points.")] = 0,
-    at: Annotated[
-        tuple[str, ...],
-        Parameter(help="Kill at STAGE@ITERATION:POINT[:VICTIM] instead; may be repeated.", negative=()),
-    ] = (),
+    at: Annotated[tuple[str, ...], several("Kill at STAGE@ITERATION:POINT[:VICTIM] instead")] = (),
     settings: Settings = (),
     regenerate: Annotated[
-        bool, Parameter(help="Let the interrupted run sample for itself instead of using stored rollouts.", negative=())
+        bool, flag("Let the interrupted run sample for itself instead of using stored rollouts.")
     ] = False,
-    plant: Annotated[bool, Parameter(help="Flip one bit: the proof must fail.", negative=())] = False,
+    plant: Annotated[bool, flag("Flip one bit: the proof must fail.")] = False,
     json: Json = False,
 ) -> int:
     """Show that a run that is killed and continued ends in the same bits as one that is not.
@@ -211,7 +181,7 @@ _GROUPS = {
     "Use": {
         "evaluate": "weights", "reward": "reward", "export": "weights", "compact": "store", "check-sync": "weights",
     },
-    "Keep in order": {"maintain": "maintain", "gc": "store", "rm": "upkeep", "unlock": "store"},
+    "Keep in order": {"maintain": "upkeep", "gc": "store", "rm": "upkeep", "unlock": "store"},
     "A site": {"up": "site", "down": "site", "register": "site", "doctor": "site"},
     "Prove and measure": {"prove-resume": None, "bench": None},
     "This program": {"completion": None, "--help": None, "--version": None},
@@ -235,42 +205,18 @@ def new_name(kind: str) -> str:
     return f"{kind}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def continuing_command(
-    words: Sequence[str], settings: Sequence[str], replaced: dict[str, int | None], root: str, json: bool
-) -> str:
-    """The command line that continues a run; a secret in it is masked."""
-    program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
-    options = [f"--{key.rpartition('.')[2]}={value}" for key, value in replaced.items() if value is not None]
-    more = [f"--set={shown_setting(setting)}" for setting in settings]
-    tail = [f"--root={shown_text(root)}", *(["--json"] if json else [])]
-    return shlex.join([*program, *map(shown_text, words), *options, *more, *tail])
+def _from_file(words: Sequence[str], path: str, changes: Changes, common: Common) -> int:
+    name, config = of_file(path, changes.run, changes.replaced)
+    return _carry_out(name, config, common.again([*words, f"--run={name}", *changes.options]), common)
 
 
-def _overrides(replaced: dict[str, int | None]) -> list[str]:
-    return [f"{key}={value}" for key, value in replaced.items() if value is not None]
-
-
-def _from_file(
-    words: Sequence[str],
-    path: str,
-    run: str | None,
-    settings: Sequence[str],
-    replaced: dict[str, int | None],
-    root: str,
-    json: bool,
-) -> int:
-    name, config = of_file(path, run, [*settings, *_overrides(replaced)])
-    again = continuing_command([*words, f"--run={name}"], settings, replaced, root, json)
-    return _carry_out(name, config, again, root, json)
-
-
-def _carry_out(name: str, config: RunConfig, again: str, root: str, json: bool) -> int:
+def _carry_out(name: str, config: RunConfig, again: str, common: Common) -> int:
     check_folders()  # before anything imports what needs them
     from flows.preflight import check_start
 
     prepare_process()
-    check_start(name, open_root(root), config)  # `launch` checks again; it needs seconds for its imports
+    check_start(name, common.store, config)  # `launch` checks again; it needs seconds for its imports
     from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
-    with Output(json=json) as output:
-        return launch(Order(config, name, root, again), output)
+    with Output(json=common.json) as output:
+        return launch(Order(config, name, common.root, again), output)

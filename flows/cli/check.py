@@ -5,10 +5,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from flows.cli.options import DEFAULT_ROOT, FileOrRun, Iterations, Json, RootUrl, RunName, Settings
+from flows.cli.options import Changes, Common, FileOrRun
 from flows.views.output import Output
 from storage import layout
-from storage.backends.root import Root, open_root
+from storage.backends.root import Root
 from storage.errors import InputError
 from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest
@@ -29,10 +29,8 @@ def names_a_run(given: str, root: Root) -> bool:
         return False
     there = root.exists(layout.run_config_key(given))
     if there and file:
-        raise InputError(
-            f"{given!r} names a file, and a run of {root.url}: give ./{given} for the file, or start from another "
-            "folder for the run"
-        )
+        fact = f"{given!r} names a file, and a run of {root.url}"
+        raise InputError(f"{fact}: give ./{given} for the file, or start from another folder for the run")
     if there or file or given.endswith(".toml"):
         return there
     require_run(root, given)
@@ -44,10 +42,8 @@ def of_stored(run: str, other: str | None, settings: Sequence[str], root: Root) 
     it."""
     require_run(root, run)
     if other not in (None, run):
-        raise InputError(
-            f"run {run!r} is continued under its own name, not as {other!r}: `ratchet fork {run}@ITERATION --run "
-            f"{other}` makes another run of its past"
-        )
+        fact = f"run {run!r} is continued under its own name, not as {other!r}"
+        raise InputError(f"{fact}: `ratchet fork {run}@ITERATION --run {other}` makes another run of its past")
     document = stored_config(root, run).model_dump(mode="json")
     apply_overrides(document, settings)
     return parse_config(with_functions(document, None), f"of run {run} with the given settings")
@@ -72,26 +68,16 @@ class Continuable(BaseModel, frozen=True, extra="forbid"):
     iterations: int
 
 
-def check_command(
-    which: FileOrRun,
-    /,
-    *,
-    iterations: Iterations = None,
-    settings: Settings = (),
-    run: RunName = None,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
-) -> int:
+def check_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: Common = Common()) -> int:
     """Make the checks of `run`, and show a prompt and what would be started; start and write nothing."""
     prepare_process()
-    store = open_root(root)
-    given = [*settings, *([] if iterations is None else [f"run.iterations={iterations}"])]
+    store = common.store
     if names_a_run(which, store):
-        name, config = which, of_stored(which, run, given, store)
+        name, config = which, of_stored(which, changes.run, changes.replaced, store)
     else:
-        config = load_config(which, given)
-        name = run or config.run.name
-    with Output(json=json) as output:
+        config = load_config(which, changes.replaced)
+        name = changes.run or config.run.name
+    with Output(json=common.json) as output:
         if name is not None and (prepared := _prepared(store, check_run_name(name), config)) is not None:
             _show_continued(output, store, name, config, prepared)
         else:

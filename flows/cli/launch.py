@@ -24,7 +24,7 @@ from storage.errors import InputError, RatchetError, WorkerLost, told
 from tasks.config.run import RunConfig
 
 _PERIOD_S = 2.0
-_GIB = 1 << 30
+Say = Callable[[str], object]
 
 
 class MemoryMeter:
@@ -39,7 +39,7 @@ class MemoryMeter:
     @property
     def peak_gib(self) -> float:
         """Largest total seen so far, GiB."""
-        return self._peak_bytes / _GIB
+        return self._peak_bytes / (1 << 30)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -67,9 +67,6 @@ def _pss(process: psutil.Process) -> int:
         return process.memory_full_info().pss
     except psutil.Error:  # it ended meanwhile, or belongs to another user
         return 0
-
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,8 @@ def launch(order: Order, output: Output) -> int:
     except InputError:
         raise
     except RatchetError as error:
-        raise type(error)(
-            f"{told(error)}\nFix this, a wrong setting also in the command, then continue with: {order.again}"
-        ) from error
+        repair = f"Fix this, a wrong setting also in the command, then continue with: {order.again}"
+        raise type(error)(f"{told(error)}\n{repair}") from error
     output.result(result, closing_lines(status))
     return 0
 

@@ -6,13 +6,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from pydantic import BaseModel
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, RunId, place_in
+from flows.cli.options import Common, RunId, place_in
 from flows.views.history import PLOT
-from flows.views.output import Output
 from flows.views.samples import Choice, read_chosen, sample_lines
 from storage import layout
-from storage.backends.root import open_root
-from storage.upkeep.catalog import require_run
 
 _FEW = 3
 
@@ -26,16 +23,14 @@ def samples_command(
     prompt: Annotated[str | None, Parameter(help="Show all samples of this prompt.")] = None,
     random: Annotated[int, Parameter(help="Show this many drawn at random.", validator=Number(gte=0))] = 0,
     seed: Annotated[int, Parameter(help="Chooses those drawn at random.", validator=Number(gte=0))] = 0,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
+    common: Common = Common(),
 ) -> int:
     """Show samples of an iteration: texts, rewards, advantages; by default the three best and the three worst."""
     place = place_in(which, "RUN[@ITERATION]")
-    choice = Choice(best=best, worst=worst, prompt=prompt, random=random, seed=seed)
-    if not (best or worst or random or prompt is not None):
-        choice = Choice(best=_FEW, worst=_FEW)
-    found = read_chosen(open_root(root), place.run, place.iteration, choice)
-    return Output.show(json, found, sample_lines(found))
+    asked = best or worst or random or prompt is not None
+    choice = Choice(best, worst, prompt, random, seed) if asked else Choice(best=_FEW, worst=_FEW)
+    found = read_chosen(common.store, place.run, place.iteration, choice)
+    return common.show(found, sample_lines(found))
 
 
 class Report(BaseModel, frozen=True, extra="forbid"):
@@ -50,10 +45,9 @@ class Report(BaseModel, frozen=True, extra="forbid"):
     """URL of the curves."""
 
 
-def report_command(run: RunId, *, root: RootUrl = DEFAULT_ROOT, json: Json = False) -> int:
+def report_command(run: RunId, *, common: Common = Common()) -> int:
     """Make the metrics (CSV, TensorBoard) and the curves of a run again, from its manifests alone."""
-    store = open_root(root)
-    require_run(store, run)
+    store = common.of_run(run)
     from flows.views.reports import write_report  # draws with matplotlib
 
     write_report(store, run)
@@ -61,6 +55,4 @@ def report_command(run: RunId, *, root: RootUrl = DEFAULT_ROOT, json: Json = Fal
         f"{store.url}/{layout.report_key(run, name)}" for name in (layout.METRICS, layout.EVENTS, PLOT)
     )
     report = Report(run=run, metrics=metrics, tensorboard=events.rpartition("/")[0], plot=plot)
-    return Output.show(
-        json, report, [f"{name:<20}{value}" for name, value in report.model_dump(exclude={"run"}).items()]
-    )
+    return common.show(report, [f"{name:<20}{url}" for name, url in report.model_dump(exclude={"run"}).items()])

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from cyclopts import CycloptsError, UnknownCommandError
 from cyclopts.exceptions import UnusedCliTokensError
+from pydantic import ValidationError
 
+from flows.cli.options import option_name
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.credentials import shown_setting
@@ -39,6 +41,9 @@ def missing_extra(error: ModuleNotFoundError) -> InputError:
 
 def explained(error: CycloptsError, commands: Iterable[str]) -> str:
     """The error with a repair that works."""
+    if isinstance(error.__cause__, ValidationError):
+        flaws = [(f"--{option_name(str(one['loc'][0]))}", one["input"], one["msg"]) for one in error.__cause__.errors()]
+        return "\n".join(f"{option} {value}: {flaw}" for option, value, flaw in flaws)
     left = [str(token) for token in error.unused_tokens or ()]
     if isinstance(error, UnknownCommandError) and left:
         return _unknown(left[0], sorted(name for name in commands if not name.startswith("-")))

@@ -2,15 +2,24 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
+from cyclopts.utils import default_name_transform
+from pydantic import BaseModel
+from rich.text import Text
 
+from flows.views.output import Output
+from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.ids import check_run_name
-from tasks.config.credentials import check_root_url
+from storage.upkeep.catalog import require_run
+from tasks.config.credentials import check_root_url, shown_setting, shown_text
 from tasks.config.evaluation import PREFIX
 from tasks.stages.names import Stage
 
@@ -27,15 +36,77 @@ RootUrl = Annotated[str, Parameter(help="Storage root: file://some/folder or s3:
 Revision = Annotated[
     int | None, Parameter(help="A revision of the run, if stages were done again; by default the head.")
 ]
-Iterations = Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")]
-Settings = Annotated[
-    tuple[str, ...],
-    Parameter(name="--set", help="A setting, as section.key=value; may be repeated.", negative=(), show_default=False),
-]
 RunId = Annotated[str, Parameter(help="Id of the run.")]
 FileOrRun = Annotated[str, Parameter(help="Path or URL of a TOML file, or the id of an existing run.")]
-RunName = Annotated[str | None, Parameter(help="Id of the run; an existing run is continued.")]
 Json = Annotated[bool, Parameter(help="Write only JSON to standard output; the last line is the result.", negative=())]
+
+
+def several(help: str, name: str | None = None) -> Parameter:
+    """An option that may be repeated."""
+    return Parameter(name=name, help=f"{help}; may be repeated.", negative=(), show_default=False)
+
+
+def option_name(field: str) -> str:
+    """The option of a field of settings: `passing` is --pass, which is no name in Python."""
+    return "pass" if field == "passing" else default_name_transform(field)
+
+
+def flag(help: str, name: str | None = None) -> Parameter:
+    """An option without a value."""
+    return Parameter(name=name, help=help, negative=())
+
+
+Settings = Annotated[tuple[str, ...], several("A setting, as section.key=value", "--set")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Common:
+    """Options of every command that uses a storage root."""
+
+    root: RootUrl = DEFAULT_ROOT
+    json: Json = False
+
+    @property
+    def store(self) -> Root:
+        """The storage root."""
+        return open_root(self.root)
+
+    def of_run(self, run: str) -> Root:
+        """The storage root, which has that run. Raises InputError if it has not."""
+        require_run(store := self.store, run)
+        return store
+
+    def show(self, result: BaseModel, lines: Sequence[str | Text], good: bool = True) -> int:
+        """Write a result that is complete, and return the exit code."""
+        return Output.show(self.json, result, lines, good)
+
+    def again(self, words: Iterable[str]) -> str:
+        """The command line that continues what one of `words` has begun; a secret in it is masked."""
+        program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
+        tail = [f"--root={shown_text(self.root)}", *(["--json"] if self.json else [])]
+        return shlex.join([*program, *map(shown_text, words), *tail])
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Changes:
+    """Options of the commands that start or continue a run."""
+
+    iterations: Annotated[int | None, Parameter(help="Total RL iterations; overrides run.iterations.")] = None
+    settings: Settings = ()
+    run: Annotated[str | None, Parameter(help="Id of the run; an existing run is continued.")] = None
+
+    @property
+    def replaced(self) -> list[str]:
+        """All settings that replace those of the configuration."""
+        return [*self.settings, *([] if self.iterations is None else [f"run.iterations={self.iterations}"])]
+
+    @property
+    def options(self) -> list[str]:
+        """The same as options of a command, with secrets masked."""
+        more = [] if self.iterations is None else [f"--iterations={self.iterations}"]
+        return [*more, *(f"--set={shown_setting(setting)}" for setting in self.settings)]
 
 
 _FORM = re.compile(r"(?P<run>[^@:]*)(?:@(?P<iteration>[^:]*))?(?::(?P<stage>.*))?")
@@ -84,6 +155,5 @@ def _stage(given: str | None) -> str | None:
     if given is None or given in stages or given.startswith(PREFIX):
         return given
     near = difflib.get_close_matches(given, stages, n=1)
-    raise InputError(
-        f"{given!r} is no stage: {f'did you mean {near[0]!r}?' if near else f'write one of {", ".join(stages)}'}"
-    )
+    repair = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(stages)}"
+    raise InputError(f"{given!r} is no stage: {repair}")

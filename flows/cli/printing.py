@@ -1,22 +1,22 @@
 """Output of the store commands, for people and as JSON."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, computed_field
 
+from flows.views.output import size, some, table
 from flows.views.table import STEP
 from storage import layout
 from storage.manifest import Manifest
 from storage.revisions import Choice, Rerun
-from storage.upkeep.archive import Archive
 from storage.upkeep.catalog import Contents, RunSummary
-from storage.upkeep.fork import Forked
 from storage.upkeep.lineage import SampleLineage, Step, WeightsLineage
 from storage.upkeep.retention import Collection, Garbage
 from storage.upkeep.verify import Verification
 from tasks.config.evaluation import PREFIX
 from tasks.config.reference import Table, default_of
-from tasks.config.stored import continued_by
+
+_NAMED = 8  # prompts of weights
 
 
 class Listing(BaseModel, frozen=True, extra="forbid"):
@@ -107,18 +107,9 @@ def of_shown(shown: Shown, in_detail: bool) -> list[str]:
     rows = [("ITERATION", "STAGE", "MANIFEST", "PARTS", "SIZE", "SECONDS", "FINISHED (UTC)", "")]
     for stage in shown.stages:
         one = stage.manifest
-        rows.append(
-            (
-                str(one.iteration),
-                one.stage,
-                stage.digest[:12],
-                str(len(one.parts)),
-                size(sum(part.bytes for part in one.parts)),
-                f"{one.metrics.get('seconds') or 0:.2f}",
-                f"{one.finished:%Y-%m-%d %H:%M:%S}",
-                _remarks(stage),
-            )
-        )
+        stored = str(len(one.parts)), size(sum(part.bytes for part in one.parts))
+        took = f"{one.metrics.get('seconds') or 0:.2f}", f"{one.finished:%Y-%m-%d %H:%M:%S}"
+        rows.append((str(one.iteration), one.stage, stage.digest[:12], *stored, *took, _remarks(stage)))
     if not shown.stages:
         return [f"run {shown.run} has committed nothing yet"]
     return [*table(rows), *_revisions(shown)]
@@ -138,17 +129,12 @@ def _revisions(shown: Shown) -> list[str]:
 
 def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
     """The chain of origin, newest first, and the prompts."""
-    opening = [
-        f"weights of version {lineage.version} of run {lineage.run}",
-        f"tensors             {lineage.weights_digest or 'not served yet'}",
-    ]
+    opening = [f"weights of version {lineage.version} of run {lineage.run}"]
+    opening += [f"tensors             {lineage.weights_digest or 'not served yet'}"]
     if lineage.sampled_by is not None:
-        names = ", ".join(lineage.prompts[:8]) + (", ..." if len(lineage.prompts) > 8 else "")
         mean = "not known" if lineage.reward_mean is None else f"{lineage.reward_mean:.4f}"
-        opening += [
-            f"learned from        samples of version {lineage.sampled_by}, mean reward {mean}",
-            f"prompts             {len(lineage.prompts)}: {names}",
-        ]
+        opening += [f"learned from        samples of version {lineage.sampled_by}, mean reward {mean}"]
+        opening += [f"prompts             {len(lineage.prompts)}: {some(lineage.prompts, _NAMED)}"]
     if lineage.selected:
         samples = sum(one.selected for one in lineage.selected)
         opening += [f"learned from        {samples} stored samples, selected from"]
@@ -158,9 +144,7 @@ def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
 
 def of_sample_lineage(found: SampleLineage) -> list[str]:
     """Origin of a sample, its content, and the steps that were trained on it."""
-    score = found.reward_status or "not scored yet"
-    if found.reward is not None:
-        score = f"{found.reward:g}"
+    score = found.reward_status or "not scored yet" if found.reward is None else f"{found.reward:g}"
     versions = ", ".join(map(str, found.weight_versions))
     return [
         f"sample {found.sample_id} of prompt {found.prompt_id!r} of iteration {found.iteration} of run {found.run}",
@@ -182,13 +166,6 @@ def of_verification(report: Verification) -> list[str]:
     retired = f"; {report.retired} states deleted by retention" if report.retired else ""
     read = f"{report.manifests} manifests and {report.parts} parts ({size(report.bytes)}) read{retired}"
     return [*found, f"run {report.run} is {verdict}: {read}, {len(report.findings)} findings"]
-
-
-def of_verifications(found: Verifications) -> list[str]:
-    """The findings and a line for each run, and the total."""
-    total = sum(not one.sound for one in found.runs)
-    each = [line for one in found.runs for line in of_verification(one)]
-    return [*each, f"{len(found.runs)} runs in {found.root}, {total or 'none'} of them not sound"]
 
 
 def of_collection(found: Collection, each: bool = False) -> list[str]:
@@ -216,31 +193,6 @@ def _by_place(garbage: Sequence[Garbage]) -> dict[tuple[str, str], list[Garbage]
     return found
 
 
-def of_fork(made: Forked, root: str) -> list[str]:
-    """Size of a fork, and the command that continues it."""
-    how = "linked" if made.linked else "copied"
-    return [
-        f"run {made.run} has iterations 0 to {made.iteration} of {made.parent}: {made.manifests} stages, "
-        f"{size(made.bytes)} of parts, {how}",
-        f"continue it with    {continued_by(root, made.run)}",
-    ]
-
-
-def of_unlocked(result: Unlocked) -> list[str]:
-    """Holder of the run."""
-    return [result.explanation, f"run {result.run} is {'free' if result.free else 'not free'}"]
-
-
-def of_archive(archive: Archive) -> list[str]:
-    """Place of the file, and the bytes that it saves."""
-    first, last = archive.iterations
-    return [
-        archive.key,
-        f"{archive.rows} samples of iterations {first} to {last} in {size(archive.bytes)}; "
-        f"their parts take {size(archive.parts_bytes)}",
-    ]
-
-
 def of_configuration(tables: Sequence[Table]) -> list[str]:
     """One line per key, below the purpose of its table."""
     lines: list[str] = []
@@ -250,43 +202,13 @@ def of_configuration(tables: Sequence[Table]) -> list[str]:
     return lines[:-1]
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their columns aligned."""
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return [row.rstrip() for row in aligned]
-
-
-def size(count: int) -> str:
-    """Bytes in units of 1024."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def _steps(steps: Sequence[Step]) -> list[str]:
     rows = [("RUN", "ITERATION", "STAGE", "MANIFEST", "ROWS", "SIZE", "CODE", "CONFIG", "FINISHED (UTC)")]
-    rows += [_step(step) for step in reversed(steps)]
+    for one in reversed(steps):
+        made = one.origin.run if one.origin else one.run, str(one.iteration), one.stage, one.digest[:12]
+        by = one.code_version, one.config_digest[:12], f"{one.finished:%Y-%m-%d %H:%M:%S}"
+        rows.append((*made, str(one.rows or "-"), size(one.bytes), *by))
     return table(rows)
-
-
-def _step(step: Step) -> tuple[str, ...]:
-    return (
-        step.origin.run if step.origin else step.run,
-        str(step.iteration),
-        step.stage,
-        step.digest[:12],
-        str(step.rows or "-"),
-        size(step.bytes),
-        step.code_version,
-        step.config_digest[:12],
-        f"{step.finished:%Y-%m-%d %H:%M:%S}",
-    )
 
 
 def _detail(stage: ShownStage) -> Iterator[str]:
@@ -299,7 +221,9 @@ def _detail(stage: ShownStage) -> Iterator[str]:
     yield f"from ... to         {one.started:%Y-%m-%d %H:%M:%S} ... {one.finished:%Y-%m-%d %H:%M:%S} UTC"
     if one.schema_fingerprint:
         yield f"schema              {one.schema_fingerprint}"
-    for title, values in (("inputs", one.inputs), ("facts", one.facts), ("metrics", _without_steps(one.metrics))):
+    # `report/warmup.csv` has the metrics of single steps
+    metrics = {name: value for name, value in one.metrics.items() if not name.startswith(STEP)}
+    for title, values in (("inputs", one.inputs), ("facts", one.facts), ("metrics", metrics)):
         if values:
             yield f"{title}:"
             yield from (f"  {line}" for line in table([(name, str(value)) for name, value in values.items()]))
@@ -307,11 +231,6 @@ def _detail(stage: ShownStage) -> Iterator[str]:
         yield "parts:"
         rows = [(part.name, size(part.bytes), str(part.rows or "-"), part.digest, part.key) for part in one.parts]
         yield from (f"  {line}" for line in table(rows))
-
-
-def _without_steps(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The metrics but those of single steps, which `report/warmup.csv` has."""
-    return {name: value for name, value in metrics.items() if not name.startswith(STEP)}
 
 
 def _remarks(stage: ShownStage) -> str:

@@ -1,93 +1,81 @@
 """`ratchet retrain` and `ratchet import`: training on samples that are stored, and storing samples made elsewhere."""
 
-import shlex
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, Settings
+from flows.cli.options import Common, Settings, flag, several
 from flows.views.output import Output
-from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.ids import check_run_name
-from tasks.config.credentials import shown_text
 from tasks.config.environment import prepare_process
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import Imported, import_samples
 
-Start = Annotated[str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN[@ITERATION].")]
-Select = Annotated[
-    tuple[str, ...],
-    Parameter(help="Whose samples, as [ROOT//]RUN[@FROM-TO]; may be repeated.", negative=(), show_default=False),
-]
-Where = Annotated[str | None, Parameter(help="Condition over columns, as in 'reward > 0 and oldest_version >= 12'.")]
-Age = Annotated[
-    str | None, Parameter(help="Only samples of the last 90m, 24h, 7d or 2w, counted from when the run begins.")
-]
-Rescore = Annotated[bool, Parameter(help="Score them again first, with [reward]; old scores stay.", negative=())]
+_COUNT = Number(gte=1)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Selection:
+    """Options that are keys of [retrain]."""
+
+    start: Annotated[
+        str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN[@ITERATION].")
+    ] = None
+    select: Annotated[tuple[str, ...], several("Whose samples, as [ROOT//]RUN[@FROM-TO]")] = ()
+    where: Annotated[
+        str | None, Parameter(help="Condition over columns, as in 'reward > 0 and oldest_version >= 12'.")
+    ] = None
+    newer_than: Annotated[
+        str | None, Parameter(help="Only samples of the last 90m, 24h, 7d or 2w, counted from when the run begins.")
+    ] = None
+    limit: Annotated[int | None, Parameter(help="Most samples.", validator=_COUNT)] = None
+    deduplicate: Annotated[bool | None, flag("Take equal samples once.")] = None
+    rescore: Annotated[bool | None, flag("Score them again first, with [reward]; old scores stay.")] = None
+    samples: Annotated[int | None, Parameter(help="Samples of an iteration.", validator=_COUNT)] = None
+    epochs: Annotated[int | None, Parameter(help="Passes over the selection.", validator=_COUNT)] = None
 
 
 def retrain_command(
     run: Annotated[str, Parameter(help="Id of the new run. An existing one needs no further options.")],
     /,
     *,
-    start: Start = None,
-    select: Select = (),
-    where: Where = None,
-    newer_than: Age = None,
-    limit: Annotated[int | None, Parameter(help="Most samples.", validator=Number(gte=1))] = None,
-    deduplicate: Annotated[bool, Parameter(help="Take equal samples once.", negative=())] = False,
-    rescore: Rescore = False,
-    samples: Annotated[int | None, Parameter(help="Samples of an iteration.", validator=Number(gte=1))] = None,
-    epochs: Annotated[int | None, Parameter(help="Passes over the selection.", validator=Number(gte=1))] = None,
+    selection: Selection = Selection(),
     config: Annotated[str | None, Parameter(help="TOML file with what differs from the run to begin from.")] = None,
     settings: Settings = (),
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
+    common: Common = Common(),
 ) -> int:
     """Train a new run on stored samples, or continue that. No engine is started, and no prompt is sampled."""
     # imports the hub's library, which reads the environment then
     from flows.preflight import begin_on_samples
     from tasks.retraining import retrain_config, since_of, start_of
 
-    store = open_root(root)
+    store = common.store
     check_run_name(run)
-    table: dict[str, Any] = {
-        "start": None if start is None else start_of(store, run, start),
-        "select": list(select) or None,
-        "where": where,
-        "since": None if newer_than is None else since_of(store, run, newer_than),
-        "limit": limit,
-        "deduplicate": deduplicate or None,
-        "rescore": rescore or None,
-        "samples": samples,
-        "epochs": epochs,
-    }
-    given = {key: value for key, value in table.items() if value is not None}
+    given = {key: value for key, value in vars(selection).items() if value not in (None, ())}
+    if selection.start is not None:
+        given["start"] = start_of(store, run, selection.start)
+    if (age := given.pop("newer_than", None)) is not None:
+        given["since"] = since_of(store, run, age)
     resolved = retrain_config(store, run, given, config, settings)
     prepare_process()
-    again = shlex.join(["ratchet", "retrain", run, f"--root={shown_text(root)}", *(["--json"] if json else [])])
-    with Output(json=json) as output:
+    with Output(json=common.json) as output:
         begin_on_samples(run, store, resolved, announce=output.say)
         from flows.cli.launch import Order, launch  # imports Prefect and Ray
 
-        return launch(Order(resolved, run, root, again), output)
+        return launch(Order(resolved, run, common.root, common.again(["retrain", run])), output)
 
 
 def import_command(
     *files: Annotated[str, Parameter(help="Paths or URLs of .jsonl, .json or .parquet files.")],
     run: Annotated[str, Parameter(name="--run", help="Id of the run that is to hold them.")],
-    map: Annotated[
-        tuple[str, ...],
-        Parameter(help="WHAT=COLUMN: the column that a property is in; may be repeated.", negative=()),
-    ] = (),
+    map: Annotated[tuple[str, ...], several("WHAT=COLUMN: the column that a property is in")] = (),
     temperature: Annotated[float | None, Parameter(help="At which all samples were drawn.")] = None,
-    without_logprobs: Annotated[
-        bool, Parameter(help="They have no log-probabilities: only objectives that need none.", negative=())
-    ] = False,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
+    without_logprobs: Annotated[bool, flag("They have no log-probabilities: only objectives that need none.")] = False,
+    common: Common = Common(),
 ) -> int:
     """Store samples made elsewhere, each file as an iteration, so that `ratchet retrain` can select them.
 
@@ -97,8 +85,8 @@ def import_command(
     if not files:
         raise InputError("name at least one .jsonl, .json or .parquet file to import")
     order = ImportOrder(files, run, mapped(map), temperature, logprobs=not without_logprobs)
-    made = import_samples(open_root(root), order)
-    return Output.show(json, made, _of_import(made))
+    made = import_samples(common.store, order)
+    return common.show(made, _of_import(made))
 
 
 def _of_import(made: Imported) -> list[str]:

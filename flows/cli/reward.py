@@ -5,9 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, place_in
-from flows.views.output import Output
-from storage.backends.root import open_root
+from flows.cli.options import Common, place_in, several
+from flows.views.output import Output, figure
 from storage.errors import InputError, StageFailed
 from tasks.config.credentials import shown_setting
 from tasks.config.document import apply_override, parse_config
@@ -28,26 +27,22 @@ def reward_command(
     function: Annotated[
         str | None, Parameter(help="As reward.function, from the working directory; by default the run's own.")
     ] = None,
-    settings: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", help="Another setting, as reward.key=value; may be repeated.", negative=()),
-    ] = (),
+    settings: Annotated[tuple[str, ...], several("Another setting, as reward.key=value", "--set")] = (),
     last: Annotated[int, Parameter(help="Iterations that are scored, up to the one that is named.")] = 1,
-    root: RootUrl = DEFAULT_ROOT,
-    json: Json = False,
+    common: Common = Common(),
 ) -> int:
     """Try a reward function on the stored samples of iterations; only what a judge was asked is stored.
 
     Exit code 1 if more samples than reward.max_failures remain without a score.
     """
     place = place_in(which, "RUN@ITERATION")
-    store = open_root(root)
+    store = common.store
     section = _section(stored_config(store, place.run), function, settings)
     check_reward(section)
     newest = place.iteration or 0
     if not 1 <= last <= newest:
         raise InputError(f"--last {last}: iteration {newest} ends from 1 to {newest} iterations")
-    with Output(json=json) as output:
+    with Output(json=common.json) as output:
         trials = [try_reward(store, place.run, newest - before, section) for before in reversed(range(last))]
         lines = [line for trial in trials for line in _lines(trial)]
         together = Trials(trials=tuple(trials))
@@ -66,9 +61,8 @@ def _section(config: RunConfig, function: str | None, settings: Sequence[str]) -
         document["reward"]["function"] = located_function(function, None, "--function")
     for setting in settings:
         if not setting.strip().startswith("reward."):
-            raise InputError(
-                f"--set {shown_setting(setting)!r}: only settings of [reward] can be tried: reward.key=value"
-            )
+            given = shown_setting(setting)
+            raise InputError(f"--set {given!r}: only settings of [reward] can be tried: reward.key=value")
         apply_override(document, setting)
     return parse_config(document, "with the given settings").reward
 
@@ -77,10 +71,10 @@ def _lines(trial: Trial) -> Iterator[str]:
     yield f"{trial.samples} samples of iteration {trial.iteration} of run {trial.run}; nothing was stored"
     for name, source in trial.sources.items():
         yield f"function     {name} ({source})"
-    before = "not scored yet" if trial.changed is None else f"stored {_number(trial.stored_mean)}"
-    yield f"mean reward  {_number(trial.mean)} ({before})"
+    before = "not scored yet" if trial.changed is None else f"stored {figure(trial.stored_mean)}"
+    yield f"mean reward  {figure(trial.mean)} ({before})"
     for name, mean in trial.components.items():
-        yield f"  {name:<10} {_number(mean)}"
+        yield f"  {name:<10} {figure(mean)}"
     if trial.changed is not None:
         yield f"changed      {trial.changed} of {trial.samples}"
     limit = "; more than reward.max_failures allows" if trial.too_many else ""
@@ -88,9 +82,5 @@ def _lines(trial: Trial) -> Iterator[str]:
     yield f"unscored     {trial.unscored}{f' ({why})' if why else ''}{limit}"
     for one in trial.examples:
         text = one.response if len(one.response) <= _EXCERPT else f"{one.response[:_EXCERPT]}..."
-        score = f"{_number(one.stored)} -> {_number(one.reward)}" if trial.changed is not None else _number(one.reward)
+        score = f"{figure(one.stored)} -> {figure(one.reward)}" if trial.changed is not None else figure(one.reward)
         yield f"{one.prompt_id}/{one.sample_id}  {score}  {text!r}{f'  {one.detail}' if one.detail else ''}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from pydantic import BaseModel
 
-from flows.cli.options import DEFAULT_ROOT, Json, RootUrl
+from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, flag
 from flows.views.output import Output
 from tasks.config.code_version import PROJECT_ROOT
 
@@ -18,12 +18,10 @@ DEPLOYMENTS = PROJECT_ROOT / "infra" / "prefect.yaml"
 Folder = Annotated[Path, Parameter(help="Where the site keeps its secret, logs and database.")]
 DEFAULT_FOLDER = Path("~/.ratchet/site")
 AtOnce = Annotated[
-    int | None,
-    Parameter(help="Flow runs that train at once; at first 1, then as it was.", validator=Number(gte=1)),
+    int | None, Parameter(help="Flow runs that train at once; at first 1, then as it was.", validator=Number(gte=1))
 ]
 Notify = Annotated[
-    str | None,
-    Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that."),
+    str | None, Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that.")
 ]
 Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 
@@ -41,16 +39,14 @@ def up_command(
         int, Parameter(help="Port of the server, on 127.0.0.1.", validator=Number(gte=1, lte=65535))
     ] = 4200,
     database: Annotated[
-        str | None,
-        Parameter(help="PostgreSQL for the server, as postgresql://user@host:port/name or env:NAME; else SQLite."),
+        str | None, Parameter(help="PostgreSQL, as postgresql://user@host:port/name or env:NAME; else SQLite.")
     ] = None,
     at_once: AtOnce = None,
     notify: Notify = None,
     deployments: Deployments = DEPLOYMENTS,
     folder: Folder = DEFAULT_FOLDER,
     stay: Annotated[
-        bool,
-        Parameter(help="Stay, and start again what ends; SIGTERM or Ctrl-C ends the site. For systemd.", negative=()),
+        bool, flag("Stay, and start again what ends; SIGTERM or Ctrl-C ends the site. For systemd.")
     ] = False,
     json: Json = False,
 ) -> int:
@@ -79,11 +75,7 @@ def up_command(
 
 
 def register_command(
-    *,
-    at_once: AtOnce = None,
-    notify: Notify = None,
-    deployments: Deployments = DEPLOYMENTS,
-    json: Json = False,
+    *, at_once: AtOnce = None, notify: Notify = None, deployments: Deployments = DEPLOYMENTS, json: Json = False
 ) -> int:
     """Tell a Prefect server of your own (PREFECT_API_URL) what `ratchet up` tells its own: work pool, deployments, ...
 

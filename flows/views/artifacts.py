@@ -15,6 +15,7 @@ from prefect.context import FlowRunContext
 
 from flows.views.curves import data_uri
 from flows.views.history import IterationRecord
+from flows.views.output import figure
 from flows.views.progress import figures_of
 from flows.views.samples import Samples
 from flows.views.status import Change, RunStatus
@@ -127,7 +128,7 @@ def away_text(run: str, root: str, since: datetime, until: datetime, window: Seq
     """Markdown about a time without a server: what the manifests say was done in it."""
     rows = [
         f"| {record.iteration} | {', '.join(stage for stage in Stage if stage in record.done)} | "
-        f"{_number(record.reward)} | {record.seconds:.1f} |"
+        f"{figure(record.reward)} | {record.seconds:.1f} |"
         for record in window
     ]
     return "\n".join(
@@ -149,7 +150,7 @@ def summary(status: RunStatus) -> str:
     rows = [
         ("iterations", str(status.iterations)),
         *((f"{name}{remark}", _change(change)) for name, change, remark in figures_of(status.changes)),
-        ("seconds per iteration (median)", _number(status.seconds_per_iteration)),
+        ("seconds per iteration (median)", figure(status.seconds_per_iteration)),
         ("stored in", f"`{status.root}/{status.run}`"),
         ("plot", f"`{status.report}`"),
     ]
@@ -165,8 +166,4 @@ def _rounded(record: IterationRecord, name: str) -> float | None:
 
 def _change(change: Change) -> str:
     since = f" since iteration {change.since}" if change.apart else ""
-    return f"{_number(change.first)} -> {_number(change.last)}{since}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
+    return f"{figure(change.first)} -> {figure(change.last)}{since}"

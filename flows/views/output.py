@@ -11,7 +11,39 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
+from storage.errors import StageFailed
+
 _STDOUT, _STDERR = 1, 2
+
+
+def figure(value: float | None) -> str:
+    """A figure in four digits."""
+    return "none" if value is None else f"{value:.4g}"
+
+
+def size(count: int) -> str:
+    """Bytes in units of 1024."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def some(names: Sequence[str], most: int, left: str = "") -> str:
+    """The first names, and how many more there are; `left` says where those can be found."""
+    more = f" and {len(names) - most} more{left}" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with their columns aligned."""
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [row.rstrip() for row in aligned]
 
 
 class Output:
@@ -54,11 +86,11 @@ class Output:
         self._result.flush()
 
     @classmethod
-    def show(cls, json: bool, model: BaseModel, lines: Sequence[str | Text]) -> int:
-        """Write a result that is complete; returns the exit code 0."""
+    def show(cls, json: bool, model: BaseModel, lines: Sequence[str | Text], good: bool = True) -> int:
+        """Write a result that is complete; returns the exit code, 0 for a good one."""
         with cls(json=json) as output:
             output.result(model, lines)
-        return 0
+        return 0 if good else StageFailed.exit_code
 
     def text(self, text: str) -> None:
         """Write a text to standard output as it is."""

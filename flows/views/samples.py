@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from flows.views.output import figure, some
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import Manifest, find, load, need
@@ -98,11 +99,8 @@ class Choice:
     def _of_prompt(self, prompts: Sequence[str]) -> Rows:
         rows = np.array([row for row, name in enumerate(prompts) if name == self.prompt], dtype=np.int64)
         if self.prompt is not None and not len(rows):
-            there = list(dict.fromkeys(prompts))
-            more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
-            raise InputError(
-                f"prompt {self.prompt!r} has no samples in this iteration: it sampled {', '.join(there[:_NAMED])}{more}"
-            )
+            there = some(list(dict.fromkeys(prompts)), _NAMED)
+            raise InputError(f"prompt {self.prompt!r} has no samples in this iteration: it sampled {there}")
         return rows
 
 
@@ -214,9 +212,8 @@ def _sampled(root: Root, run: str, iteration: int | None) -> int:
     if not there:
         raise InputError(f"run {run!r} has sampled nothing yet: it has no rollout")
     if iteration is not None and iteration not in there:
-        raise InputError(
-            f"iteration {iteration} of run {run!r} has no samples: iterations {there[0]} to {there[-1]} do"
-        )
+        fact = f"iteration {iteration} of run {run!r} has no samples"
+        raise InputError(f"{fact}: iterations {there[0]} to {there[-1]} do")
     return there[-1] if iteration is None else iteration
 
 
@@ -232,15 +229,11 @@ def sample_lines(found: Samples) -> list[str]:
 def _head(one: Sample) -> str:
     score = one.status or "not scored yet"
     if one.reward is not None:
-        parts = ", ".join(f"{name} {_number(value)}" for name, value in (one.components or {}).items())
-        score = f"reward {_number(one.reward)}{f' ({parts})' if parts else ''}"
+        parts = ", ".join(f"{name} {figure(value)}" for name, value in (one.components or {}).items())
+        score = f"reward {figure(one.reward)}{f' ({parts})' if parts else ''}"
     advantage = "" if one.advantage is None else f" | advantage {one.advantage:+.3f}"
     sampled = f"{one.finish_reason}, {one.tokens} tokens | weights {one.versions}"
     return f"{one.prompt_id}/{one.sample_id} | {score}{advantage} | {sampled}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
 
 
 def _block(title: str, text: str | None) -> Iterable[str]:

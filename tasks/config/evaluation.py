@@ -25,11 +25,11 @@ class EvaluationSettings(Section):
     table: Literal["held_out", "train"] = "held_out"
     """Prompts of the run to answer."""
     prompts: int = Field(default=256, ge=1)
-    """Number of them, from the first."""
+    """Number of prompts, from the first."""
     samples: int = Field(default=0, ge=0, le=4096)
     """Sampled answers to each prompt, beside the greedy one."""
     temperature: float = Field(default=1.0, ge=COLDEST)
-    """Of the sampled answers."""
+    """Temperature of the sampled answers."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled answers."""
     top_k: int = Field(default=0, ge=0)
@@ -37,11 +37,11 @@ class EvaluationSettings(Section):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     """Least probability of a token that can be drawn for them, as a share of the likeliest one's."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Limit on the tokens of an answer; by default rollout.max_tokens of the run."""
+    """Limit on the tokens of an answer; by default the run's rollout.max_tokens."""
     passing: str | None = None
-    """Condition by which answers pass, as `evaluate.pass`, which is the default."""
+    """Condition by which answers pass, as in right >= 1; by default the run's evaluate.pass."""
     seed: int = Field(default=0, ge=0)
-    """Of the sampled answers: each has a seed of its own, from this one and its place."""
+    """Seed of the sampled answers: each has one of its own, from this one and its place."""
     prompts_per_part: int = Field(default=64, ge=1)
     """Prompts whose answers are stored together; a crash costs one such part."""
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.app import DEFAULT_ROOT, continuing_command, execute, new_name
+from flows.cli.app import DEFAULT_ROOT, execute, new_name
+from flows.cli.options import Changes, Common
 from storage.backends.root import Root
 from storage.ids import check_run_name
 from tests.flows.runs import MINIMAL, MakeRun
@@ -100,9 +101,9 @@ def test_every_demo_is_a_new_run():
 
 
 def test_the_command_that_continues_names_everything_that_was_given():
-    replaced = {"run.seed": 1, "run.iterations": None}
-    command = continuing_command(["run", "my.toml", "--run=a"], ["rollout.samples=4"], replaced, DEFAULT_ROOT, True)
-    options = ["--run=a", "--seed=1", "--set=rollout.samples=4", f"--root={DEFAULT_ROOT}", "--json"]
+    changes = Changes(iterations=5, settings=("rollout.samples=4",))
+    command = Common(json=True).again(["run", "my.toml", "--run=a", *changes.options])
+    options = ["--run=a", "--iterations=5", "--set=rollout.samples=4", f"--root={DEFAULT_ROOT}", "--json"]
     assert shlex.split(command)[-7:] == ["run", "my.toml", *options]
 
 
@@ -176,9 +177,9 @@ def test_a_root_with_credentials_in_its_url_is_refused(command: list[str], capsy
 
 
 def test_the_command_that_continues_shows_no_secret():
-    settings = ["reward.arguments.api_key=sk-4711", "data.train=https://u:sk-4711@h/a", "reward.arguments.token=env:T"]
-    words = ["run", "https://host/my.toml?sig=sk-4711"]
-    command = continuing_command(words, settings, {}, "https://u:sk-4711@host/runs", False)
+    settings = ("reward.arguments.api_key=sk-4711", "data.train=https://u:sk-4711@h/a", "reward.arguments.token=env:T")
+    words = ["run", "https://host/my.toml?sig=sk-4711", *Changes(settings=settings).options]
+    command = Common("https://u:sk-4711@host/runs").again(words)
     assert "sk-4711" not in command
     assert "--set=reward.arguments.token=env:T" in command
 
