@@ -26,8 +26,7 @@ def check_start(name: str, root: Root, config: RunConfig) -> None:
     InputError, or StorageUnavailable if the root cannot be written."""
     check_trackers(config.report)
     if config.retrain is not None and not root.exists(layout.run_config_key(name)):
-        raise InputError(
-            f"run {name!r} has [retrain] and does not exist yet: begin it with `ratchet retrain {name} --config FILE`"
-        )
+        fact = f"run {name!r} has [retrain] and does not exist yet"
+        raise InputError(f"{fact}: begin it with `ratchet retrain {name} --config FILE`")
     check_config(config, root, prepared_stage(root, name))
     check_record(root, name, config)

@@ -14,10 +14,10 @@ from storage.errors import InputError
 from storage.revisions import Rerun
 from storage.upkeep.catalog import require_run
 from storage.upkeep.redoing import Wanted
-from tasks.config.document import apply_overrides, parse_config, with_functions
+from tasks.config.document import parse_config
 from tasks.config.identity import split_changes, unchangeable, with_settings
 from tasks.config.run import RunConfig
-from tasks.config.stored import stored_config
+from tasks.config.stored import changed_config, stored_config
 from tasks.stages.names import WORKFLOW, Stage
 
 
@@ -36,9 +36,7 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     before = stored_config(root, run)
     if before.retrain is not None:
         raise InputError(f"run {run} trains on stored samples, and its stages are not done again: start a new retrain")
-    document = before.model_dump(mode="json")
-    apply_overrides(document, given)
-    after = parse_config(with_functions(document, None), f"of run {run} with the given settings")
+    after = changed_config(before, run, given)
     settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
     _check_settings(before, wanted, settings)
     check_start(run, root, before)
@@ -57,7 +55,6 @@ def _check_settings(config: RunConfig, wanted: Wanted, settings: Mapping[str, Js
     if settings and not WORKFLOW.leads_on(stage):
         raise InputError(f"nothing is made from {stage}: it cannot be done again with {', '.join(settings)}")
     if fixed := list(unchangeable(config, settings, (stage, *WORKFLOW.behind[stage]))):
-        raise InputError(
-            f"{', '.join(fixed)} cannot change when {stage} of iteration {wanted.iteration} is done again: "
-            "what comes before it was made under the old value. Do an earlier stage again, or fork the run"
-        )
+        fact = f"{', '.join(fixed)} cannot change when {stage} of iteration {wanted.iteration} is done again"
+        why = "what comes before it was made under the old value"
+        raise InputError(f"{fact}: {why}. Do an earlier stage again, or fork the run")

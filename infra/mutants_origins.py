@@ -165,8 +165,8 @@ ORIGINS = (
         "continue-without-settings",
         "settings that are given for a run that is continued by its name are passed over",
         "flows/cli/check.py",
-        "    apply_overrides(document, settings)\n",
-        "",
+        "    return changed_config(stored_config(root, run), run, settings)\n",
+        "    return stored_config(root, run)\n",
         _CONTINUING,
     ),
     Mutant(
@@ -188,9 +188,9 @@ ORIGINS = (
     Mutant(
         "fork-advice-of-the-parent",
         "what a fork prints continues its parent",
-        "flows/cli/printing.py",
-        "{continued_by(root, made.run)}",
-        "{continued_by(root, made.parent)}",
+        "flows/cli/store.py",
+        "{continued_by(store.url, made.run)}",
+        "{continued_by(store.url, made.parent)}",
         _CONTINUING,
     ),
     Mutant(

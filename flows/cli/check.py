@@ -14,10 +14,10 @@ from storage.ids import check_run_name, is_run_name
 from storage.manifest import Manifest
 from storage.upkeep.catalog import require_run
 from tasks.config.credentials import shown_text
-from tasks.config.document import apply_overrides, load_config, parse_config, with_functions
+from tasks.config.document import load_config
 from tasks.config.environment import prepare_process
 from tasks.config.run import RunConfig
-from tasks.config.stored import stored_config
+from tasks.config.stored import changed_config, stored_config
 
 
 def names_a_run(given: str, root: Root) -> bool:
@@ -44,9 +44,7 @@ def of_stored(run: str, other: str | None, settings: Sequence[str], root: Root) 
     if other not in (None, run):
         fact = f"run {run!r} is continued under its own name, not as {other!r}"
         raise InputError(f"{fact}: `ratchet fork {run}@ITERATION --run {other}` makes another run of its past")
-    document = stored_config(root, run).model_dump(mode="json")
-    apply_overrides(document, settings)
-    return parse_config(with_functions(document, None), f"of run {run} with the given settings")
+    return changed_config(stored_config(root, run), run, settings)
 
 
 def of_file(path: str, run: str | None, settings: Sequence[str]) -> tuple[str, RunConfig]:

@@ -24,10 +24,10 @@ from storage.revisions import read_revisions
 from storage.upkeep.catalog import names
 from storage.upkeep.redoing import Wanted
 from tasks.config.credentials import shown_setting
-from tasks.config.document import apply_overrides, config_of_tables, load_config, parse_config
+from tasks.config.document import config_of_tables, load_config
 from tasks.config.reference import section_form
 from tasks.config.run import RunConfig
-from tasks.config.stored import begun_by, record_config, stored_config
+from tasks.config.stored import begun_by, changed_config, record_config, stored_config
 
 Table = dict[str, Any]
 Tables = dict[str, Table]
@@ -181,9 +181,7 @@ def configured(run: str, root: str, iterations: int, config: str | None, setting
     before = stored_config(open_root(root), run)
     if before.retrain is not None:
         raise InputError(f"run {run!r} trains on stored samples, so it has as many iterations as those: use `retrain`")
-    document = before.model_dump(mode="json")
-    apply_overrides(document, replaced)
-    return parse_config(document, f"of run {run} with the given settings")
+    return changed_config(before, run, replaced)
 
 
 def described(run: str, iterations: int, settings: list[str], sections: Tables) -> RunConfig:

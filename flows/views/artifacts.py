@@ -15,7 +15,7 @@ from prefect.context import FlowRunContext
 
 from flows.views.curves import data_uri
 from flows.views.history import IterationRecord
-from flows.views.output import figure
+from flows.views.output import figure, rounded
 from flows.views.progress import figures_of
 from flows.views.samples import Samples
 from flows.views.status import Change, RunStatus
@@ -42,9 +42,8 @@ class Shown:
         """Show `data`; raises what the client raises."""
         content = json.dumps(data) if self._kind == "table" else data
         if self._made is None:
-            order = ArtifactCreate(
-                key=self._key, type=self._kind, data=content, description=description, flow_run_id=flow_run
-            )
+            place = {"key": self._key, "type": self._kind, "flow_run_id": flow_run}
+            order = ArtifactCreate(data=content, description=description, **place)
             self._made = client.create_artifact(order).id
         else:
             client.update_artifact(self._made, ArtifactUpdate(data=content, description=description))
@@ -52,17 +51,11 @@ class Shown:
 
 def publish(status: RunStatus, png: bytes) -> None:
     """Attach the artifacts of a run that is complete to the current flow run."""
-    create_table_artifact(
-        key=artifact_key(status.run, "iterations"),
-        table=iteration_table(status.history[-WINDOW:], status.root, status.run),
-        description=f"Iterations of run {status.run}, the last {WINDOW} at most",
-    )
-    create_markdown_artifact(
-        key=artifact_key(status.run, "summary"), markdown=summary(status), description=f"Summary of run {status.run}"
-    )
-    create_image_artifact(
-        key=artifact_key(status.run, "curves"), image_url=data_uri(png), description=f"Curves of run {status.run}"
-    )
+    run = status.run
+    rows, text = iteration_table(status.history[-WINDOW:], status.root, run), f"the last {WINDOW} at most"
+    create_table_artifact(rows, key=artifact_key(run, "iterations"), description=f"Iterations of run {run}, {text}")
+    create_markdown_artifact(summary(status), key=artifact_key(run, "summary"), description=f"Summary of run {run}")
+    create_image_artifact(data_uri(png), key=artifact_key(run, "curves"), description=f"Curves of run {run}")
 
 
 def examples_publisher() -> Callable[[Samples], None]:
@@ -114,7 +107,7 @@ def iteration_table(history: Sequence[IterationRecord], root: str, run: str) -> 
     return [
         {
             "iteration": record.iteration,
-            **{_TITLES.get(name, name): _rounded(record, name) for name in _FIGURES},
+            **{_TITLES.get(name, name): rounded(vars(record)[name]) for name in _FIGURES},
             **{f"{stage} s": round(seconds, 3) for stage, seconds in record.stage_seconds.items()},
             "start s": round(record.start_seconds, 3) or None,
             "without reward": sum(record.unscored.values()) or None,
@@ -131,18 +124,11 @@ def away_text(run: str, root: str, since: datetime, until: datetime, window: Seq
         f"{figure(record.reward)} | {record.seconds:.1f} |"
         for record in window
     ]
-    return "\n".join(
-        [
-            f"## The Prefect server was away from {since:%Y-%m-%d %H:%M:%S} to {until:%H:%M:%S} UTC",
-            "",
-            "The work went on. Task runs and subflow runs of that time may be missing here, or look as if they were "
-            f"still running: the manifests in `{shown_text(root)}/{run}` are complete, and this is what they say.",
-            "",
-            "| iteration | stages that are done | mean reward | seconds |",
-            "|---|---|---|---|",
-            *rows,
-        ]
-    )
+    title = f"## The Prefect server was away from {since:%Y-%m-%d %H:%M:%S} to {until:%H:%M:%S} UTC"
+    missing = "Task runs and subflow runs of that time may be missing here, or look as if they were still running"
+    complete = f"the manifests in `{shown_text(root)}/{run}` are complete, and this is what they say"
+    head = ["| iteration | stages that are done | mean reward | seconds |", "|---|---|---|---|"]
+    return "\n".join([title, "", f"The work went on. {missing}: {complete}.", "", *head, *rows])
 
 
 def summary(status: RunStatus) -> str:
@@ -157,11 +143,6 @@ def summary(status: RunStatus) -> str:
     lines = [f"| {name} | {value} |" for name, value in rows]
     warnings = [line for text in status.warnings for line in ("", f"**Warning:** {text}")]
     return "\n".join([f"## Run {status.run}", "", "| | |", "|---|---|", *lines, *warnings])
-
-
-def _rounded(record: IterationRecord, name: str) -> float | None:
-    value = record.model_dump()[name]
-    return None if value is None else round(value, 6)
 
 
 def _change(change: Change) -> str:

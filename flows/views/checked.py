@@ -7,6 +7,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 from rich.text import Text
 
+from flows.views.output import size, some
 from flows.views.samples import printable
 from flows.views.trackers import check_trackers
 from tasks.checks import advice, check_content, model_facts, reward_calls
@@ -75,7 +76,6 @@ def _states_kept(config: RunConfig) -> int:
     )
 
 
-_GIB = 1 << 30
 _NAMED = 8
 _FIRST_TOKENS, _LAST_TOKENS = 300, 100
 _PROMPT, _TRAINED = "cyan", "green"
@@ -143,7 +143,7 @@ def checked(config: RunConfig) -> Checked:
     codec, prompts = text_codec(config), check_prompts(config)
     train = prompts.tables["train"]
     parameters = count_parameters(config.model, model_facts(config))
-    size = sum(table.nbytes for table in prompts.tables.values())
+    prompt_bytes = sum(table.nbytes for table in prompts.tables.values())
     example, solved = _example(train, 0, codec), _solved(prompts.tables.get("warmup"), codec)
     return Checked(
         example=example,
@@ -163,7 +163,7 @@ def checked(config: RunConfig) -> Checked:
             *notices(config.reward),
             *blind(reward_calls(config)),
         ),
-        needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, size),
+        needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, prompt_bytes),
     )
 
 
@@ -198,10 +198,8 @@ def of_kind(one: Example) -> list[str | Text]:
     title = f"first record with {one.kind}"
     if one.trained is not None:
         return _trained(one, title)
-    return [
-        f"{title}, {one.prompt_id!r}: {len(one.tokens)} tokens:",
-        Text("    ").append(_separated(one.tokens), _PROMPT),
-    ]
+    first = f"{title}, {one.prompt_id!r}: {len(one.tokens)} tokens:"
+    return [first, Text("    ").append(_separated(one.tokens), _PROMPT)]
 
 
 def _trained(one: Example, title: str) -> list[str | Text]:
@@ -227,23 +225,18 @@ def _visible(token: Token) -> str:
 
 
 def _named(tokens: Sequence[Token]) -> str:
-    more = f" and {len(tokens) - _NAMED} more" if len(tokens) > _NAMED else ""
-    return ", ".join(f"{token.id} {token.text!r}" for token in tokens[:_NAMED]) + more
+    return some([f"{token.id} {token.text!r}" for token in tokens], _NAMED)
 
 
 def _needs(needs: Needs) -> list[str]:
     scoring = f"{needs.reward_processes} scoring processes" if needs.reward_processes else "scoring in the flow process"
-    once, kept = _gib(needs.stored_bytes), f"{needs.states_kept} x {_gib(needs.state_bytes)}"
+    once, kept = size(needs.stored_bytes), f"{needs.states_kept} x {size(needs.state_bytes)}"
     return [
         f"would start on {needs.device}: {needs.ranks} trainer ranks, {needs.engines} engines, {scoring}",
-        f"memory, without activations: {_gib(needs.rank_bytes)} a rank, {_gib(needs.engine_bytes)} an engine "
+        f"memory, without activations: {size(needs.rank_bytes)} a rank, {size(needs.engine_bytes)} an engine "
         f"({needs.parameters:,} weights)",
-        f"disk, without samples: {_gib(needs.disk_bytes)} (model and prompts {once}, states {kept})",
+        f"disk, without samples: {size(needs.disk_bytes)} (model and prompts {once}, states {kept})",
     ]
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / (1 << 20):.1f} MiB"
 
 
 def _example(table: pa.Table, row: int, codec: TextCodec) -> Example:
@@ -278,11 +271,9 @@ def _counts(prompts: Prompts) -> tuple[SourceCount, ...]:
 
 def _unsolved(prompts: Prompts) -> list[str]:
     table = prompts.tables.get("warmup")
-    if table is None or not table["answer"].null_count:
-        return []
-    return [
-        f"{table['answer'].null_count} of {table.num_rows} warm-up records have no answer, so they are left out of it"
-    ]
+    without = 0 if table is None else table["answer"].null_count
+    of = "" if table is None else f"{without} of {table.num_rows} warm-up records have no answer"
+    return [f"{of}, so they are left out of it"] if without else []
 
 
 def of_kinds(prompts: Prompts, codec: TextCodec, shown: Collection[str]) -> Iterator[Example]:

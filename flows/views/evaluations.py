@@ -5,6 +5,7 @@ from datetime import datetime
 
 from pydantic import BaseModel, JsonValue
 
+from flows.views.output import rounded
 from storage.backends.root import Root
 from storage.errors import DigestMismatch, SchemaMismatch
 from storage.manifest import Manifest, load
@@ -98,9 +99,9 @@ def evaluation_rows(record: EvaluationRecord) -> list[dict[str, str | float | in
     return [
         {
             "figure": name,
-            "value": None if value is None else round(value, 6),
-            "before": None if (change := record.change.get(name)) is None else round((value or 0.0) - change, 6),
-            "change": None if change is None else round(change, 6),
+            "value": rounded(value),
+            "before": None if (change := record.change.get(name)) is None else rounded((value or 0.0) - change),
+            "change": rounded(change),
         }
         for name, value in sorted(record.figures.items())
     ]

@@ -21,6 +21,11 @@ def figure(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
 
 
+def rounded(value: float | None) -> float | None:
+    """A figure for a table of numbers."""
+    return None if value is None else round(value, 6)
+
+
 def size(count: int) -> str:
     """Bytes in units of 1024."""
     value = float(count)

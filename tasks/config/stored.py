@@ -106,6 +106,13 @@ def stored_config(root: Root, run: str) -> RunConfig:
     return read_config(root, run).config
 
 
+def changed_config(config: RunConfig, run: str, settings: Sequence[str]) -> RunConfig:
+    """The configuration of a run with settings replaced. Raises InputError: one cannot be used."""
+    document = config.model_dump(mode="json")
+    apply_overrides(document, settings)
+    return parse_config(with_functions(document, None), f"of run {run} with the given settings")
+
+
 def continued_by(root: str, run: str) -> str:
     """The command that continues a run of the root at this URL from its record."""
     return shlex.join(["ratchet", "run", run, f"--root={shown_text(root)}"])
