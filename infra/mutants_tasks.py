@@ -162,8 +162,8 @@ TASKS = (
         "checked-after-the-imports",
         "a configuration is checked only after Prefect and Ray were imported",
         "flows/cli/app.py",
-        "    check_start(name, open_root(root), config)",
-        "    open_root(root).check_writable()",
+        "    check_start(name, common.store, config)",
+        "    common.store.check_writable()",
         ("tests/bad_input/test_models.py",),
     ),
     Mutant(
