@@ -4,17 +4,10 @@ Nothing of a run depends on it. Events are deleted by the server itself, after a
 """
 
 from datetime import datetime
+from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterEndTime,
-    FlowRunFilterId,
-    FlowRunFilterParentFlowRunId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
+from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES
 
 TAG = "ratchet"
@@ -23,21 +16,23 @@ TAG = "ratchet"
 _AT_ONCE = 50  # as many as the server deletes in one request
 
 
+def those(**fields: Any) -> FlowRunFilter:
+    """A filter of flow runs by its fields, as Prefect's API has them."""
+    return FlowRunFilter.model_validate(fields)
+
+
 def forget_flow_runs(client: SyncPrefectClient, tag: str, before: datetime) -> int:
     """Delete flow runs with that tag which ended before a time, with their subflows, task runs, states and logs; return
     how many, without subflows. Two processes may do this at once, and it may be killed at any time: what is left is
     deleted the next time."""
-    old = FlowRunFilter(
-        tags=FlowRunFilterTags(all_=[tag]),
-        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=sorted(TERMINAL_STATES))),
-        end_time=FlowRunFilterEndTime.model_validate({"before_": before}),
-    )
+    ended = {"type": {"any_": sorted(TERMINAL_STATES)}}
+    old = those(tags={"all_": [tag]}, state=ended, end_time={"before_": before})
     count = 0
     while found := [one.id for one in client.read_flow_runs(flow_run_filter=old, limit=_AT_ONCE)]:
         # subflows first: once their parent is gone, nothing says whose they are
-        while _delete(client, FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=found))):
+        while _delete(client, those(parent_flow_run_id={"any_": found})):
             pass
-        deleted = _delete(client, FlowRunFilter(id=FlowRunFilterId(any_=found)))
+        deleted = _delete(client, those(id={"any_": found}))
         count += deleted
         if not deleted:
             return count  # another process has deleted them

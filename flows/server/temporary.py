@@ -24,11 +24,26 @@ from storage.errors import InputError, WorkerLost
 from tasks.config.code_version import PROJECT_ROOT
 
 _ANSWER_S = 15.0
+_EARLY_S = 1.0
 _DRAIN_S = 5.0
 _STOP_S = 3.0  # it has everything by then; its database survives a kill
 _STOP_EARLY_S = 30.0  # killed while it makes its tables, it would leave the next start half of them
 _STARTS = 4  # of two simultaneous first starts, one finds the new database locked by the migrations of the other
 _BACKLOG = 128
+
+
+def answers(api: str, timeout_s: float) -> bool:
+    """True if the server of this API answers."""
+    try:
+        return httpx.get(f"{api}/health", timeout=timeout_s).is_success
+    except httpx.TransportError:
+        return False
+
+
+def last_output(log: bytes) -> str:
+    """The last lines of a server's log, as a sentence."""
+    lines = [line for line in log.decode(errors="replace").splitlines() if line.strip()]
+    return f"Its last output: {' | '.join(lines[-3:]) or 'none'}."
 
 
 class TemporaryServer:
@@ -49,7 +64,8 @@ class TemporaryServer:
     def wait(self, seconds: float) -> None:
         """Return when the server answers. Raises WorkerLost if it ended, or did not answer within `seconds`."""
         deadline, starts = time.monotonic() + seconds, 1
-        while not self._answers():
+        # the socket already listens, so an early request waits in the queue instead of being refused
+        while not answers(self.url, _EARLY_S):
             if time.monotonic() > deadline:
                 raise self._failed(f"did not answer within {seconds:g} s")
             if self._process.poll() is None:
@@ -82,21 +98,13 @@ class TemporaryServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _answers(self) -> bool:
-        # the socket already listens, so an early request waits in the queue instead of being refused
-        try:
-            return httpx.get(f"{self.url}/health", timeout=1.0).is_success
-        except httpx.TransportError:
-            return False
-
     def _failed(self, how: str) -> WorkerLost:
         self._log.seek(0)
-        lines = [line for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        return WorkerLost(
-            f"the temporary Prefect server {how}. Its last output: {' | '.join(lines[-3:]) or 'none'}. "
-            "Set PREFECT_API_URL to a server of your own, or PREFECT_HOME to a new folder if the database belongs to "
-            "another version of Prefect"
+        fact = f"the temporary Prefect server {how}. {last_output(self._log.read())}"
+        repair = (
+            "Set PREFECT_API_URL to a server of your own, or PREFECT_HOME to a new folder if the database belongs to"
         )
+        return WorkerLost(f"{fact} {repair} another version of Prefect")
 
 
 @contextlib.contextmanager
@@ -125,9 +133,8 @@ def connected(server: TemporaryServer | None) -> Iterator[None]:
         try:
             yield
         except httpx.TransportError as error:
-            raise WorkerLost(
-                f"the Prefect server stopped answering during the run ({error}). Nothing that was committed is lost"
-            ) from error
+            fact = f"the Prefect server stopped answering during the run ({error})"
+            raise WorkerLost(f"{fact}. Nothing that was committed is lost") from error
 
 
 def drain() -> None:
@@ -137,15 +144,11 @@ def drain() -> None:
 
 
 def _spawn(listener: socket.socket, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "flows.server.process", str(listener.fileno())]
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.server.process", str(listener.fileno())],
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        cwd=PROJECT_ROOT,
-        pass_fds=[listener.fileno()],
+        command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=PROJECT_ROOT, pass_fds=[listener.fileno()],
         start_new_session=True,
-    )
+    )  # fmt: skip
 
 
 def _check_configured(url: str) -> None:
@@ -153,7 +156,5 @@ def _check_configured(url: str) -> None:
     with once, get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_S}) as client:
         error = client.api_healthcheck()
     if error is not None:
-        raise InputError(
-            f"the configured Prefect server {url} does not answer ({type(error).__name__}: {error}): start it, correct "
-            "PREFECT_API_URL, or unset it to use a temporary server"
-        )
+        fact = f"the configured Prefect server {url} does not answer ({type(error).__name__}: {error})"
+        raise InputError(f"{fact}: start it, correct PREFECT_API_URL, or unset it to use a temporary server")

@@ -4,6 +4,7 @@ import importlib.metadata
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Literal
@@ -12,22 +13,14 @@ import httpx
 import psutil
 from packaging.requirements import Requirement
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    DeploymentFilter,
-    DeploymentFilterId,
-    DeploymentFilterTags,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateName,
-    FlowRunFilterStateType,
-)
+from prefect.client.schemas.filters import DeploymentFilter
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.schemas.automations import EventTrigger
 from prefect.exceptions import ObjectNotFound
 from pydantic import BaseModel
 
-from flows.server.history import TAG
+from flows.server.history import TAG, those
 from flows.site.processes import RunningProcess, SiteFolder, SiteRecord, find, taken
 from flows.site.registration import POOL, queues_of, silence
 from flows.site.up import connected, running
@@ -52,7 +45,8 @@ _PAGE = 200
 Level = Literal["ok", "warning", "error"]
 
 
-class Finding(BaseModel, frozen=True, extra="forbid"):
+@dataclass(frozen=True)
+class Finding:
     """The result of one check."""
 
     check: str
@@ -77,10 +71,6 @@ def diagnose(folder: SiteFolder, root: str) -> Diagnosis:
     return Diagnosis(findings=(*_machine(root), *_site(folder)))
 
 
-def _finding(check: str, level: Level, text: str) -> Finding:
-    return Finding(check=check, level=level, text=text)
-
-
 def _machine(root: str) -> Iterator[Finding]:
     yield _versions()
     yield _passes("temporary folder and Prefect's home", check_folders)
@@ -90,14 +80,14 @@ def _machine(root: str) -> Iterator[Finding]:
     yield _passes("sandbox", check_sandbox, "runs programs of the policy", "warning", "code rewards cannot run: ")
     cards = Settings.from_environment().gpus
     text = f"{len(cards)} visible" if cards else "none is visible: runs compute on the CPU, which is for small models"
-    yield _finding("GPU", "ok" if cards else "warning", text)
+    yield Finding("GPU", "ok" if cards else "warning", text)
 
 
 def _storage_mode(url: str) -> Iterator[Finding]:
     folder = open_root(url).folder
     if folder is not None and folder.is_dir() and folder.stat().st_mode & 0o077:
         text = f"other users can look into {folder}: `chmod 700 {shlex.quote(str(folder))}` keeps them out"
-        yield _finding("storage mode", "warning", text)
+        yield Finding("storage mode", "warning", text)
 
 
 def _storage_clock(root: str) -> Iterator[Finding]:
@@ -105,11 +95,9 @@ def _storage_clock(root: str) -> Iterator[Finding]:
         ahead = open_root(root).seconds_ahead()
     except RatchetError:
         return  # another finding says that it cannot be written
-    text = "the store's agrees with ours" if abs(ahead) <= _CLOCK_S else (
-        f"the store's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}, and cleaning compares ages by "
-        "it: set both by NTP"
-    )  # fmt: skip
-    yield _finding("store's clock", "ok" if abs(ahead) <= _CLOCK_S else "error", text)
+    fact = f"the store's clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+    wrong = f"{fact}, and cleaning compares ages by it: set both by NTP" if abs(ahead) > _CLOCK_S else None
+    yield Finding("store's clock", "error" if wrong else "ok", wrong or "the store's agrees with ours")
 
 
 def _versions() -> Finding:
@@ -117,13 +105,13 @@ def _versions() -> Finding:
     try:
         lines = importlib.metadata.requires("ratchet") or ()
     except importlib.metadata.PackageNotFoundError:
-        return _finding("versions", "warning", "not compared: Ratchet is on PYTHONPATH, and not installed")
+        return Finding("versions", "warning", "not compared: Ratchet is on PYTHONPATH, and not installed")
     for line in lines:
         wanted = Requirement(line)
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             wrong += _mismatch(wanted)
     text = "as pinned" if not wrong else f"{'; '.join(wrong)}: run `make setup`"
-    return _finding("versions", "error" if wrong else "ok", text)
+    return Finding("versions", "error" if wrong else "ok", text)
 
 
 def _mismatch(wanted: Requirement) -> list[str]:
@@ -140,25 +128,25 @@ def _passes(
     try:
         work()
     except RatchetError as error:
-        return _finding(check, level, f"{before}{error}")
-    return _finding(check, "ok", passed)
+        return Finding(check, level, f"{before}{error}")
+    return Finding(check, "ok", passed)
 
 
 def _site(folder: SiteFolder) -> Iterator[Finding]:
     record = folder.record()
     if record is None or not record.processes:
-        yield _finding("site", "warning", "not running: `ratchet up` starts it")
+        yield Finding("site", "warning", "not running: `ratchet up` starts it")
         yield free_port()
         return
     yield listeners(record.processes)
     for role in ("server", "worker"):
         process = running(record, role)
         if process is None:
-            yield _finding(role, "error", f"it has ended ({folder.log(role)}): `ratchet up` starts it")
+            yield Finding(role, "error", f"it has ended ({folder.log(role)}): `ratchet up` starts it")
         elif process.version != code_version():
-            yield _finding(role, "warning", "another version of Ratchet: `ratchet down`, then `up`")
+            yield Finding(role, "warning", "another version of Ratchet: `ratchet down`, then `up`")
         else:
-            yield _finding(role, "ok", f"process {process.process}")
+            yield Finding(role, "ok", f"process {process.process}")
     if running(record, "server") is not None:
         yield from _server(folder, record)
 
@@ -166,8 +154,8 @@ def _site(folder: SiteFolder) -> Iterator[Finding]:
 def free_port(port: int = PORT) -> Finding:
     """Check the port of `ratchet up`, on a machine without a site."""
     if (why := taken(port)) is not None:
-        return _finding("ports", "warning", f"{port} {why}: `ratchet up --port` takes another one")
-    return _finding("ports", "ok", f"{port} is free for `ratchet up`")
+        return Finding("ports", "warning", f"{port} {why}: `ratchet up --port` takes another one")
+    return Finding("ports", "ok", f"{port} is free for `ratchet up`")
 
 
 def listeners(processes: Sequence[RunningProcess]) -> Finding:
@@ -181,8 +169,8 @@ def listeners(processes: Sequence[RunningProcess]) -> Finding:
             beyond += [f"process {process.pid} on {ip}:{port}" for ip, port in places if ip not in _LOOPBACK]
     if beyond:
         text = f"others can connect to {', '.join(beyond)}: unset what makes it listen there, or close it by a firewall"
-        return _finding("ports", "error", text)
-    return _finding("ports", "ok", f"{count} listen, on the loopback interface alone")
+        return Finding("ports", "error", text)
+    return Finding("ports", "ok", f"{count} listen, on the loopback interface alone")
 
 
 def _listening(process: psutil.Process) -> list[tuple[str, int]]:
@@ -202,14 +190,14 @@ def _server(folder: SiteFolder, record: SiteRecord) -> Iterator[Finding]:
             yield _schedules(client)
             yield from told(client)
     except httpx.HTTPError as error:
-        yield _finding("API", "error", f"it does not answer ({error}): see {folder.log('server')}")
+        yield Finding("API", "error", f"it does not answer ({error}): see {folder.log('server')}")
 
 
 def _clock(answer: httpx.Response) -> Finding:
     apart = abs((datetime.now(UTC) - parsedate_to_datetime(answer.headers["date"])).total_seconds())
     if apart > _CLOCK_S:
-        return _finding("clocks", "error", f"the server's is {apart:.0f} s apart: set both by NTP")
-    return _finding("clocks", "ok", "the server's agrees with ours")
+        return Finding("clocks", "error", f"the server's is {apart:.0f} s apart: set both by NTP")
+    return Finding("clocks", "ok", "the server's agrees with ours")
 
 
 def _heartbeats(client: SyncPrefectClient) -> Finding:
@@ -217,41 +205,35 @@ def _heartbeats(client: SyncPrefectClient) -> Finding:
     found = client.read_automations_by_name(wanted.name)
     if not found or not found[0].enabled or not isinstance(found[0].trigger, EventTrigger):
         text = f"automation {wanted.name!r} is missing or paused, so a dead flow run stays Running: `ratchet up`"
-        return _finding("heartbeats", "error" if not found else "warning", text)
+        return Finding("heartbeats", "error" if not found else "warning", text)
     within = found[0].trigger.within.total_seconds()
     if within < _BEATS * HEARTBEAT_S:
-        text = (
-            f"automation {wanted.name!r} waits {within:.0f} s for a heartbeat that comes every {HEARTBEAT_S} s, so a "
-            f"living flow run is declared dead: set it to {_BEATS * HEARTBEAT_S} s or more"
-        )
-        return _finding("heartbeats", "error", text)
-    return _finding("heartbeats", "ok", f"every {HEARTBEAT_S} s, dead after {within:.0f} s")
+        fact = f"automation {wanted.name!r} waits {within:.0f} s for a heartbeat that comes every {HEARTBEAT_S} s"
+        repair = f"set it to {_BEATS * HEARTBEAT_S} s or more"
+        return Finding("heartbeats", "error", f"{fact}, so a living flow run is declared dead: {repair}")
+    return Finding("heartbeats", "ok", f"every {HEARTBEAT_S} s, dead after {within:.0f} s")
 
 
 def _schedules(client: SyncPrefectClient) -> Finding:
-    late = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(name=FlowRunFilterStateName(any_=["Late"])))
-    )
-    if late:
+    if late := client.read_flow_runs(flow_run_filter=those(state={"name": {"any_": ["Late"]}})):
         text = f"{len(late)} flow runs are late: the worker is busy (`ratchet up --at-once`), or schedules overlap"
-        return _finding("schedules", "warning", text)
-    return _finding("schedules", "ok", "no flow run is late")
+        return Finding("schedules", "warning", text)
+    return Finding("schedules", "ok", "no flow run is late")
 
 
 def told(client: SyncPrefectClient, now: datetime | None = None) -> Iterator[Finding]:
     """Check the work pool, the deployments and the schedules of the server."""
     yield _pool(client)
-    deployments = client.read_deployments(
-        deployment_filter=DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG])), limit=_PAGE
-    )
+    ours = DeploymentFilter.model_validate({"tags": {"all_": [TAG]}})
+    deployments = client.read_deployments(deployment_filter=ours, limit=_PAGE)
     old = [one.name for one in deployments if one.version != code_version()]
     if not deployments:
-        yield _finding("deployments", "error", "none is registered: `ratchet up` does that")
+        yield Finding("deployments", "error", "none is registered: `ratchet up` does that")
     elif old:
         text = f"{', '.join(old)} were registered by another version of Ratchet: `ratchet up` registers them again"
-        yield _finding("deployments", "warning", text)
+        yield Finding("deployments", "warning", text)
     else:
-        yield _finding("deployments", "ok", ", ".join(sorted(one.name for one in deployments)))
+        yield Finding("deployments", "ok", ", ".join(sorted(one.name for one in deployments)))
     yield _planned(client, deployments, now or datetime.now(UTC))
 
 
@@ -259,32 +241,30 @@ def _pool(client: SyncPrefectClient) -> Finding:
     try:
         pool = client.read_work_pool(POOL)
     except ObjectNotFound:
-        return _finding("work pool", "error", f"there is no work pool {POOL!r}: `ratchet up` makes it")
+        return Finding("work pool", "error", f"there is no work pool {POOL!r}: `ratchet up` makes it")
     if pool.is_paused:
         text = f"work pool {POOL!r} is paused, so no flow run starts: resume it in the UI under Work Pools"
-        return _finding("work pool", "warning", text)
+        return Finding("work pool", "warning", text)
     if pool.concurrency_limit is not None:
         text = f"work pool {POOL!r} has one limit of {pool.concurrency_limit}, so upkeep waits for training"
-        return _finding("work pool", "warning", f"{text}: remove it in the UI under Work Pools; its queues have limits")
+        return Finding("work pool", "warning", f"{text}: remove it in the UI under Work Pools; its queues have limits")
     limits = [f"{name} {one.concurrency_limit or 'any number'}" for name, one in queues_of(client).items()]
-    return _finding("work pool", "ok", f"{POOL}, flow runs at once by queue: {', '.join(limits)}")
+    return Finding("work pool", "ok", f"{POOL}, flow runs at once by queue: {', '.join(limits)}")
 
 
 def _planned(client: SyncPrefectClient, deployments: Sequence[DeploymentResponse], now: datetime) -> Finding:
-    scheduled = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED])))
+    scheduled = those(state={"type": {"any_": [StateType.SCHEDULED]}})
     idle, active = [], 0
     for one in deployments:
         due = [schedule for schedule in one.schedules if schedule.active and not one.paused]
         active += len(due)
         if not any(schedule.created and schedule.created < now - SETTLES for schedule in due):
             continue
-        chosen = DeploymentFilter(id=DeploymentFilterId(any_=[one.id]))
+        chosen = DeploymentFilter.model_validate({"id": {"any_": [one.id]}})
         if not client.read_flow_runs(flow_run_filter=scheduled, deployment_filter=chosen, limit=1):
             idle.append(one.name)
     if idle:
-        text = (
-            f"deployments {', '.join(idle)} have a schedule, but no flow run is planned: the server's scheduler does "
-            "not work (its log says why), or the schedule has no further time. `ratchet down`, then `ratchet up`"
-        )
-        return _finding("planned", "error", text)
-    return _finding("planned", "ok", f"{active or 'no'} active schedules")
+        fact = f"deployments {', '.join(idle)} have a schedule, but no flow run is planned"
+        why = "the server's scheduler does not work (its log says why), or the schedule has no further time"
+        return Finding("planned", "error", f"{fact}: {why}. `ratchet down`, then `ratchet up`")
+    return Finding("planned", "ok", f"{active or 'no'} active schedules")

@@ -4,14 +4,14 @@ import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zoneinfo import available_timezones
 
 import yaml
 from prefect import Flow
 from prefect.client.schemas.schedules import CronSchedule, construct_schedule
 from prefect.exceptions import ParameterTypeError
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator, model_validator
 
 from storage.errors import InputError
 
@@ -25,40 +25,13 @@ class ScheduleEntry(BaseModel, frozen=True, extra="forbid"):
     """A schedule of a deployment, identified by its slug; those made in the UI are left alone."""
 
     slug: str = Field(min_length=1)
-    cron: str | None = None
+    cron: Annotated[str, AfterValidator(lambda text: _fires(text))] | None = None
     """minute hour day month weekday."""
-    interval: float | None = None
+    interval: Annotated[float, AfterValidator(lambda seconds: _not_too_short(seconds))] | None = None
     """Seconds."""
-    timezone: str | None = None
+    timezone: Annotated[str, AfterValidator(lambda name: _exists(name))] | None = None
     active: bool = True
     parameters: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("cron")
-    @classmethod
-    def _fires(cls, cron: str | None) -> str | None:
-        if cron is not None:
-            try:
-                CronSchedule(cron=cron)
-            except ValidationError:
-                raise ValueError(
-                    f'{cron!r} is no cron schedule: give minute, hour, day, month, weekday, such as "0 2 * * *"'
-                ) from None
-        return cron
-
-    @field_validator("interval")
-    @classmethod
-    def _is_not_too_short(cls, interval: float | None) -> float | None:
-        if interval is not None and not interval >= SHORTEST_S:
-            raise ValueError(f"{interval:g} s is too short: give {SHORTEST_S:g} s or more")
-        return interval
-
-    @field_validator("timezone")
-    @classmethod
-    def _exists(cls, timezone: str | None) -> str | None:
-        if timezone is not None and timezone not in available_timezones():
-            near = difflib.get_close_matches(timezone, available_timezones(), 1)
-            raise ValueError(f"{timezone!r} is no time zone: give {near[0] if near else 'one such as Europe/Berlin'}")
-        return timezone
 
     @model_validator(mode="after")
     def _one_rule(self) -> "ScheduleEntry":
@@ -69,6 +42,28 @@ class ScheduleEntry(BaseModel, frozen=True, extra="forbid"):
     def schedule(self) -> Any:
         """As Prefect has it."""
         return construct_schedule(interval=self.interval, cron=self.cron, timezone=self.timezone)
+
+
+def _fires(cron: str) -> str:
+    try:
+        CronSchedule(cron=cron)
+    except ValidationError:
+        form = 'minute, hour, day, month, weekday, such as "0 2 * * *"'
+        raise ValueError(f"{cron!r} is no cron schedule: give {form}") from None
+    return cron
+
+
+def _not_too_short(interval: float) -> float:
+    if not interval >= SHORTEST_S:
+        raise ValueError(f"{interval:g} s is too short: give {SHORTEST_S:g} s or more")
+    return interval
+
+
+def _exists(timezone: str) -> str:
+    if timezone not in available_timezones():
+        near = difflib.get_close_matches(timezone, available_timezones(), 1)
+        raise ValueError(f"{timezone!r} is no time zone: give {near[0] if near else 'one such as Europe/Berlin'}")
+    return timezone
 
 
 class DeploymentEntry(BaseModel, frozen=True, extra="forbid"):
@@ -159,18 +154,16 @@ def _parameter_flaws(entry: DeploymentEntry, flow: Flow[..., Any]) -> Iterator[s
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 yield f"{place}: {flow.name} has no parameter {name!r}: give {near[0] if near else ', '.join(known)}"
-    for one in entry.schedules:
+    for place, one in zip((name for name, _ in places[1:]), entry.schedules, strict=True):
         given = {name: value for name, value in {**entry.parameters, **one.parameters}.items() if name in known}
         if missing := [name for name in flow.parameters.required or () if name not in given]:
-            yield f"deployment {entry.name}, schedule {one.slug}: parameters {', '.join(missing)} are missing: add them"
+            yield f"{place}: parameters {', '.join(missing)} are missing: add them"
             continue
         if flow.name == _OWN_RUNS and "{" not in f"{given['run']}":
-            yield (
-                f"deployment {entry.name}, schedule {one.slug}: run {given['run']!r} is the same each time, and only "
-                "the first flow run would train: put {date} or {date}-{time} into it"
-            )
+            fact = f"run {given['run']!r} is the same each time, and only the first flow run would train"
+            yield f"{place}: {fact}: put {{date}} or {{date}}-{{time}} into it"
             continue
         try:
             flow.validate_parameters(given)
         except ParameterTypeError as error:
-            yield f"deployment {entry.name}, schedule {one.slug}: {error}"
+            yield f"{place}: {error}"

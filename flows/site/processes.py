@@ -109,10 +109,8 @@ class SiteFolder:
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            raise InputError(
-                f"{self._record_file} is damaged ({error.error_count()} errors): end the processes of the site by "
-                "hand, then remove that file"
-            ) from None
+            fact = f"{self._record_file} is damaged ({error.error_count()} errors)"
+            raise InputError(f"{fact}: end the processes of the site by hand, then remove that file") from None
 
     def keep(self, record: SiteRecord) -> None:
         """Replace the record."""
@@ -140,16 +138,11 @@ class SiteFolder:
 def start(role: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> RunningProcess:
     """Start a process that outlives this one; its output is added to `log`."""
     with log.open("ab") as output:
-        log.chmod(0o600)
+        log.chmod(_OWNER_ONLY)
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=PROJECT_ROOT,
-            env=dict(environment),
-            start_new_session=True,
-        )
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=PROJECT_ROOT,
+            env=dict(environment), start_new_session=True,
+        )  # fmt: skip
     started = psutil.Process(process.pid).create_time()
     return RunningProcess(role=role, process=process.pid, started=started, version=code_version())
 

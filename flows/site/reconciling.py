@@ -9,15 +9,11 @@ from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.schemas.filters import WorkPoolFilter
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import AwaitingRetry, Cancelled, Failed, Scheduled
+
+from flows.server.history import those
 
 AGAIN = "AwaitingRetryAfterCrash"
 """Name of the state in which a flow run is tried again after a crash."""
@@ -69,8 +65,8 @@ def reconcile(
     """
     wanted = [StateType.CRASHED] if alive is None else [StateType.CRASHED, *_UNDER_WAY]
     found = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=wanted))),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+        flow_run_filter=those(state={"type": {"any_": wanted}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
     )
     lost = [one for one in found if str(one.id) not in (alive or ()) and _age_s(one) >= _patience(one, quiet_s, gone_s)]
     return tuple(one.name for one in lost if _continued(client, one))
@@ -101,7 +97,5 @@ def _next(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> State[N
     count = crashes(client.read_flow_run_states(flow_run.id))
     if count <= LIMIT:
         return Scheduled(name=AGAIN, message=f"tried again after a crash: {state.message}")
-    return Failed(
-        message=f"Its process died {count} times in a row, at last: {state.message}\n\nFind out why, then press Retry, "
-        "which continues with what is committed."
-    )
+    fact = f"Its process died {count} times in a row, at last: {state.message}"
+    return Failed(message=f"{fact}\n\nFind out why, then press Retry, which continues with what is committed.")

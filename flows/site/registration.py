@@ -17,12 +17,7 @@ import httpx
 from prefect import Flow
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import (
-    DeploymentScheduleCreate,
-    DeploymentScheduleUpdate,
-    DeploymentUpdate,
-    WorkPoolCreate,
-)
+from prefect.client.schemas import actions
 from prefect.client.schemas.objects import DeploymentSchedule, StateType, WorkQueue
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events.actions import CallWebhook, ChangeFlowRunState
@@ -92,10 +87,8 @@ def register_elsewhere(file: Path, at_once: int | None, notify: str | None) -> t
     try:
         return register(found, at_once, webhook)
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        raise InputError(
-            f"the Prefect server {shown_text(api)} does not answer or refuses ({error}): start it, or correct "
-            "PREFECT_API_URL and PREFECT_API_AUTH_STRING"
-        ) from None
+        fact = f"the Prefect server {shown_text(api)} does not answer or refuses ({error})"
+        raise InputError(f"{fact}: start it, or correct PREFECT_API_URL and PREFECT_API_AUTH_STRING") from None
 
 
 def queues_of(client: SyncPrefectClient) -> dict[str, WorkQueue]:
@@ -105,19 +98,14 @@ def queues_of(client: SyncPrefectClient) -> dict[str, WorkQueue]:
 
 def silence(tag: str) -> AutomationCore:
     """The automation for flow runs with that tag whose process is gone."""
-    crashed = ChangeFlowRunState(
-        state=StateType.CRASHED, name="Crashed", message=f"its process has been silent for {SILENCE_S} s", force=False
-    )
+    text = f"its process has been silent for {SILENCE_S} s"
+    crashed = ChangeFlowRunState(state=StateType.CRASHED, name="Crashed", message=text, force=False)
+    # what continues is watched again from its first heartbeat
+    silent = {"after": {_BEAT}, "expect": {_BEAT, *_ENDS, *_AGAIN}, "within": timedelta(seconds=SILENCE_S)}
     return AutomationCore(
         name="ratchet: a flow run whose process is gone is crashed",
         description=f"No heartbeat for {SILENCE_S} s; the process sends one every {HEARTBEAT_S} s.",
-        trigger=_trigger(
-            tag,
-            after={_BEAT},
-            expect={_BEAT, *_ENDS, *_AGAIN},  # what continues is watched again from its first heartbeat
-            posture=Posture.Proactive,
-            within=timedelta(seconds=SILENCE_S),
-        ),
+        trigger=_trigger(tag, posture=Posture.Proactive, **silent),
         actions=[crashed],
     )
 
@@ -171,7 +159,7 @@ def _keep_pool(client: SyncPrefectClient, at_once: int | None) -> None:
     try:
         client.read_work_pool(POOL)
     except ObjectNotFound:
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        client.create_work_pool(actions.WorkPoolCreate(name=POOL, type="process"))
         at_once = at_once or 1
     queues = queues_of(client)
     if at_once is not None:
@@ -200,7 +188,7 @@ def _keep_deployment(client: SyncPrefectClient, entry: DeploymentEntry, flow: Fl
     name = f"{flow.name}/{entry.name}"
     try:
         identity = client.read_deployment_by_name(name).id
-        client.update_deployment(identity, DeploymentUpdate(**settings))
+        client.update_deployment(identity, actions.DeploymentUpdate(**settings))
     except ObjectNotFound:
         identity = client.create_deployment(client.create_flow(flow), entry.name, **settings)
     _keep_schedules(client, identity, entry.schedules)
@@ -213,9 +201,8 @@ def _keep_schedules(client: SyncPrefectClient, deployment: Any, entries: Iterabl
         if entry.slug in there:  # whether it is active was decided by a person since
             _change_schedule(client, deployment, there[entry.slug], entry)
         else:
-            made = DeploymentScheduleCreate(
-                schedule=entry.schedule(), active=entry.active, parameters=entry.parameters, slug=entry.slug
-            )
+            given = entry.model_dump(include={"active", "parameters", "slug"})
+            made = actions.DeploymentScheduleCreate(schedule=entry.schedule(), **given)
             client.create_deployment_schedules(deployment, [made])
 
 
@@ -226,10 +213,7 @@ def _change_schedule(
     schedule, before = entry.schedule(), there.schedule
     if isinstance(schedule, IntervalSchedule) and isinstance(before, IntervalSchedule):
         schedule = schedule.model_copy(update={"anchor_date": before.anchor_date})
-    changed = DeploymentScheduleUpdate(schedule=schedule, parameters=entry.parameters)
-    client.request(
-        "PATCH",
-        "/deployments/{id}/schedules/{schedule_id}",
-        path_params={"id": deployment, "schedule_id": there.id},
-        json=changed.model_dump(mode="json", exclude_unset=True),
-    )
+    changed = actions.DeploymentScheduleUpdate(schedule=schedule, parameters=entry.parameters)
+    place = {"id": deployment, "schedule_id": there.id}
+    body = changed.model_dump(mode="json", exclude_unset=True)
+    client.request("PATCH", "/deployments/{id}/schedules/{schedule_id}", path_params=place, json=body)

@@ -9,26 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, get_current_settings, temporary_settings
 from pydantic import BaseModel
 
+from flows.server.temporary import answers, last_output
+from flows.site import processes
 from flows.site.entries import read_deployments
-from flows.site.processes import (
-    HOST,
-    RunningProcess,
-    SiteFolder,
-    SiteRecord,
-    end,
-    end_starter,
-    end_tree,
-    find,
-    kill_tree,
-    start,
-    strays,
-    taken,
-)
+from flows.site.processes import HOST, RunningProcess, SiteFolder, SiteRecord, end, end_starter, end_tree, find, strays
 from flows.site.reconciling import set_right
 from flows.site.registration import POOL, register, webhook_url
 from storage.errors import InputError, WorkerLost
@@ -91,7 +79,9 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
     webhook = None if wanted.notify is None else webhook_url(wanted.notify)
     with folder.locked():
         before = folder.record()
-        for process in _unrecorded(folder, before):
+        recorded = before.processes if before else ()
+        # flow runs go on
+        for process in (one for word in (_APP, _WORKER_MODULE) for one in strays(folder.path, recorded, word)):
             say(f"ending process {process.pid}, which an interrupted `ratchet up` has started")
             end_tree(process)
         record = _served(folder, wanted, before, say)
@@ -99,12 +89,10 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
             with connected(folder, record):
                 registered = register(deployments, wanted.at_once, webhook)
         except httpx.TransportError as error:
-            raise WorkerLost(
-                f"the Prefect server ended while it was told what there is to run ({error}): see "
-                f"{folder.log(_SERVER)}. `ratchet up` starts it again"
-            ) from None
+            fact = f"the Prefect server ended while it was told what there is to run ({error})"
+            raise WorkerLost(f"{fact}: see {folder.log(_SERVER)}. `ratchet up` starts it again") from None
         record = _worked(folder, record, say)
-        old = {one.process for one in before.processes} if before else set()
+        old = {one.process for one in recorded}
         return Site(
             api=record.api,
             ui=record.api.removesuffix("/api"),
@@ -164,12 +152,6 @@ def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
         yield
 
 
-def _unrecorded(folder: SiteFolder, record: SiteRecord | None) -> list[psutil.Process]:
-    """Servers and workers that an `up` has started that was killed before it recorded them. Flow runs go on."""
-    recorded = () if record is None else record.processes
-    return [one for word in (_APP, _WORKER_MODULE) for one in strays(folder.path, recorded, word)]
-
-
 def running(record: SiteRecord, role: str) -> RunningProcess | None:
     """The process of that role, if it runs."""
     return next((one for one in record.processes if one.role == role and find(one)), None)
@@ -183,11 +165,15 @@ def _served(folder: SiteFolder, wanted: Wanted, record: SiteRecord | None, say: 
         _wait(record.api, server, folder)
         return record
     database = wanted.database or (record.database if record else None)
-    _check_free(wanted.port)
+    if (why := processes.taken(wanted.port)) is not None:
+        raise InputError(f"port {wanted.port} {why}: give another --port")
     api = f"http://{HOST}:{wanted.port}/api"
     say(f"starting the Prefect server on {HOST}:{wanted.port}")
     environment = site_environment(folder.path, folder.prefect_home, api, folder.secret(), _connection(database))
-    server = start(_SERVER, _server_command(wanted.port), environment, folder.log(_SERVER))
+    # what `prefect server start` runs, without its parent process
+    where = ["--host", HOST, "--port", f"{wanted.port}", "--log-level", "warning"]
+    command = [sys.executable, "-m", "uvicorn", "--factory", _APP, *where]
+    server = processes.start(_SERVER, command, environment, folder.log(_SERVER))
     workers = [] if record is None else [one for one in record.processes if one.role == _WORKER and find(one)]
     record = SiteRecord(api=api, database=database, processes=(server, *workers))
     folder.keep(record)
@@ -210,11 +196,11 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
         say("starting a worker")
         for process in strays(folder.path, record.processes):  # no worker could cancel it any more
             say(f"ending flow run process {process.pid}, whose worker is gone: it continues with the new worker")
-            kill_tree(process)  # asked to end, it would report itself as crashed, and not go on
+            processes.kill_tree(process)  # asked to end, it would report itself as crashed, and not go on
         _continue(folder, record)
         environment = site_environment(folder.path, folder.prefect_home, record.api, folder.secret())
         command = [sys.executable, "-m", _WORKER_MODULE]
-        worker = start(_WORKER, command, environment, folder.log(_WORKER))
+        worker = processes.start(_WORKER, command, environment, folder.log(_WORKER))
     servers = [one for one in record.processes if one.role == _SERVER]
     record = record.model_copy(update={"processes": (*servers, worker)})
     folder.keep(record)
@@ -222,15 +208,9 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
 
 
 def _continue(folder: SiteFolder, record: SiteRecord) -> None:
-    if _answers(record.api):
+    if answers(record.api, _ANSWER_S):
         with connected(folder, record), get_client(sync_client=True) as client:
             set_right(client, POOL)
-
-
-def _server_command(port: int) -> list[str]:
-    # what `prefect server start` runs, without its parent process
-    app = ["--factory", _APP]
-    return [sys.executable, "-m", "uvicorn", *app, "--host", HOST, "--port", f"{port}", "--log-level", "warning"]
 
 
 def _connection(database: str | None) -> str | None:
@@ -245,25 +225,11 @@ def _connection(database: str | None) -> str | None:
     return f"postgresql+asyncpg://{url.partition('://')[2]}"
 
 
-def _check_free(port: int) -> None:
-    if (why := taken(port)) is not None:
-        raise InputError(f"port {port} {why}: give another --port")
-
-
 def _wait(api: str, server: RunningProcess, folder: SiteFolder) -> None:
     deadline = time.monotonic() + _ANSWER_DEADLINE_S
-    while not _answers(api):
+    while not answers(api, _ANSWER_S):
         if find(server) is None or time.monotonic() > deadline:
-            lines = folder.log(_SERVER).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise WorkerLost(
-                f"the Prefect server does not answer at {api}. Its last output: {' | '.join(lines[-3:]) or 'none'}. "
-                f"All of it: {folder.log(_SERVER)}"
-            )
+            log = folder.log(_SERVER)
+            last = last_output(log.read_bytes())
+            raise WorkerLost(f"the Prefect server does not answer at {api}. {last} All of it: {log}")
         time.sleep(_PAUSE_S)
-
-
-def _answers(api: str) -> bool:
-    try:
-        return httpx.get(f"{api}/health", timeout=_ANSWER_S).is_success
-    except httpx.TransportError:
-        return False
