@@ -272,9 +272,8 @@ def _configured(config: "Place | RunConfig | Mapping[str, Any]", settings: Seque
     if isinstance(config, str | os.PathLike):
         return load_config(os.fspath(config), settings)
     if not isinstance(config, RunConfig | Mapping):
-        raise InputError(
-            f"the configuration is of the type {type(config).__name__}: give a path, a RunConfig or its tables"
-        )
+        fact = f"the configuration is of the type {type(config).__name__}"
+        raise InputError(f"{fact}: give a path, a RunConfig or its tables")
     tables = config.model_dump(mode="json") if isinstance(config, RunConfig) else deepcopy(dict(config))
     return completed(tables, settings, None, "given to Run.train")
 

@@ -126,10 +126,9 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
     rerun = unfinished(root, run, context.revisions)
     if rerun is None:
         return context
-    progress.say(
-        f"revision {rerun.revision}: {rerun} is done again ({rerun.reason}); until that is finished, "
-        f"`ratchet choose {run} {context.revisions.head} --reason TEXT` withdraws it"
-    )
+    withdraw = f"`ratchet choose {run} {context.revisions.head} --reason TEXT`"
+    fact = f"revision {rerun.revision}: {rerun} is done again ({rerun.reason})"
+    progress.say(f"{fact}; until that is finished, {withdraw} withdraws it")
     with context.page.iteration(rerun.iteration):
         redo(_on(context, context.revisions.seen(rerun.revision)), rerun.iteration, Stage(rerun.stage))
     context.outbox.settle()
@@ -138,9 +137,8 @@ def finish_rerun(context: RunContext, progress: Progress) -> RunContext:
         choose(root, WORKFLOW, run, rerun.revision, rerun.reason, rerun.asked_by, context.fence)
         progress.say(f"revision {rerun.revision} is the head")
     else:
-        progress.say(
-            f"revision {rerun.revision} is beside the head: `ratchet choose {run} {rerun.revision}` changes it"
-        )
+        number = rerun.revision
+        progress.say(f"revision {number} is beside the head: `ratchet choose {run} {number}` changes it")
     return on_head(context)
 
 

@@ -89,12 +89,9 @@ def sampled_by(run: RunContext, iteration: int) -> int:
 def position_after(run: RunContext, iteration: int) -> Position:
     """The position of a run after `iteration`, from its manifests. Raises NotCommitted if the iteration is not
     complete."""
-    return Position(
-        prepared=Prepared(run.need(0, Stage.PREPARE)),
-        trained=Trained(run.need(iteration, Stage.TRAIN)),
-        served=Served(run.need(iteration, Stage.WEIGHT_SYNC)),
-        rollouts=(Rollouts(run.need(iteration, Stage.ROLLOUT)),) if iteration else (),
-    )
+    prepared, trained = Prepared(run.need(0, Stage.PREPARE)), Trained(run.need(iteration, Stage.TRAIN))
+    served = Served(run.need(iteration, Stage.WEIGHT_SYNC))
+    return Position(prepared, trained, served, (Rollouts(run.need(iteration, Stage.ROLLOUT)),) if iteration else ())
 
 
 @dataclass(frozen=True)
@@ -127,13 +124,9 @@ def iterate_stored(run: RunContext, iteration: int, before: StoredPosition) -> S
 
 def stored_position_after(run: RunContext, iteration: int) -> StoredPosition:
     """The same as `position_after` for a run on stored samples."""
-    rescored = run.find(0, Stage.RESCORE)
-    return StoredPosition(
-        prepared=Prepared(run.need(0, Stage.PREPARE)),
-        selected=Selected(run.need(0, Stage.SELECT)),
-        rescored=None if rescored is None else Rescored(rescored),
-        trained=Trained(run.need(iteration, Stage.TRAIN)),
-    )
+    prepared, selected = Prepared(run.need(0, Stage.PREPARE)), Selected(run.need(0, Stage.SELECT))
+    rescored = None if (found := run.find(0, Stage.RESCORE)) is None else Rescored(found)
+    return StoredPosition(prepared, selected, rescored, Trained(run.need(iteration, Stage.TRAIN)))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel, computed_field
 
+from flows.views.output import size, some
 from storage.backends.root import Root
 from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
 from storage.manifest import find
@@ -81,10 +82,8 @@ def line_of(one: RunUpkeep) -> str:
     """One run in a line."""
     driven = ", beside the process that drives it" if one.driven else ""
     verdict = "; ".join(one.problems) or "no problem"
-    return (
-        f"run {one.run}: {one.removed} objects ({one.removed_bytes / 2**20:.1f} MiB) deleted{driven}, "
-        f"{one.archived} samples archived, {one.verified_bytes / 2**20:.1f} MiB verified: {verdict}"
-    )
+    deleted = f"{one.removed} objects ({size(one.removed_bytes)}) deleted{driven}"
+    return f"run {one.run}: {deleted}, {one.archived} samples archived, {size(one.verified_bytes)} verified: {verdict}"
 
 
 class _Run:
@@ -127,8 +126,7 @@ class _Run:
             return collect_beside(self._root, WORKFLOW, self._run)
 
     def _compact(self) -> None:
-        written = compact_new(self._root, WORKFLOW, self._run, self._texts)
-        self._done["archived"] = sum(one.rows for one in written)
+        self._done["archived"] = sum(one.rows for one in compact_new(self._root, WORKFLOW, self._run, self._texts))
 
     def _texts(self) -> Texts:
         prepared = find(self._root, self._run, 0, Stage.PREPARE)
@@ -139,5 +137,5 @@ class _Run:
         self._done["verified_bytes"] = found.bytes
         if not found.sound:
             faults = [f"{one.key} is {one.fault}: {one.detail}" for one in found.findings if not one.is_harmless]
-            more = f" (and {len(faults) - _SHOWN} more: `ratchet verify {self._run}`)" if len(faults) > _SHOWN else ""
-            self._problems.append(without_secrets(f"not sound: {'; '.join(faults[:_SHOWN])}{more}"))
+            named = some(faults, _SHOWN, f": `ratchet verify {self._run}`", "; ")
+            self._problems.append(without_secrets(f"not sound: {named}"))

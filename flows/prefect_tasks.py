@@ -82,14 +82,10 @@ def _perform(
     manifest = performed.view.manifest
     name = COMPUTED if performed.pending else REUSED if performed.reused else "Completed"
     published = ", to be published once the train state before it is stored" if performed.pending else ""
-    stored = (
-        f"{len(manifest.parts)} parts" if manifest.parts or manifest.content is None else "whose parts are being stored"
-    )
-    return Completed(
-        name=name,
-        message=f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, {stored}{published}",
-        data=performed.view,
-    )
+    storing = manifest.content is not None and not manifest.parts
+    stored = "whose parts are being stored" if storing else f"{len(manifest.parts)} parts"
+    text = f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, {stored}{published}"
+    return Completed(name=name, message=text, data=performed.view)
 
 
 def _wait(iteration: int, published: "Future[None]") -> State[Any]:

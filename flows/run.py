@@ -127,18 +127,5 @@ def open_context(
             Subflows(name, config.run.iterations, progress.advanced) as page,
             WriteBehind() as outbox,
         ):
-            yield RunContext(
-                name,
-                root,
-                config,
-                config_digest,
-                fleet,
-                folder,
-                lease,
-                outbox,
-                performer=page.performer,
-                announce=progress.begins,
-                memory=memory,
-                say=progress.note,
-                page=page,
-            )
+            shown = {"performer": page.performer, "announce": progress.begins, "say": progress.note, "page": page}
+            yield RunContext(name, root, config, config_digest, fleet, folder, lease, outbox, memory=memory, **shown)

@@ -145,17 +145,9 @@ def prove_resume(
     from flows.proof.faults import Fault
     from flows.proof.prove import ProofOrder, prove  # imports torch
 
-    order = ProofOrder(
-        config=load_config(config, [*settings, f"run.iterations={iterations}"]),
-        path=config,
-        settings=settings,
-        root=root or f"{DEFAULT_ROOT}/{new_name('proof')}",
-        kills=kills,
-        seed=seed,
-        at=tuple(map(Fault.parse, at)),
-        regenerate=regenerate,
-        plant=plant,
-    )
+    loaded = load_config(config, [*settings, f"run.iterations={iterations}"])
+    place, points = root or f"{DEFAULT_ROOT}/{new_name('proof')}", tuple(map(Fault.parse, at))
+    order = ProofOrder(loaded, config, settings, place, kills, seed, points, regenerate, plant)
     with Output(json=json) as output:
         return prove(order, output)
 

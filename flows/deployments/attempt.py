@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -44,15 +44,18 @@ _LOOK_S = 5.0
 _WIDTH = 400  # of a line of progress
 
 
-def form[**P, R](name: str, title: str | Callable[[], str]) -> Callable[[Callable[P, R]], Flow[P, R]]:
+def form[**P, R](
+    name: str, title: str | Callable[[], str], fields: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[Callable[P, R]], Flow[P, R]]:
     """A flow whose form describes each field: by the docstring of the function, or as `_FIELDS` does. `title` names a
     flow run in the UI; a text may name parameters in braces."""
 
     def made(work: Callable[P, R]) -> Flow[P, R]:
         text = inspect.getdoc(work) or ""
-        own = [one for one in inspect.signature(work).parameters if one in _FIELDS and f"\n    {one}: " not in text]
+        known = {**_FIELDS, **fields}
+        own = [one for one in inspect.signature(work).parameters if one in known and f"\n    {one}: " not in text]
         head = text if "\nArgs:\n" in text else f"{text}\n\nArgs:"
-        work.__doc__ = "\n".join([head, *(f"    {one}: {_FIELDS[one]}" for one in own)])
+        work.__doc__ = "\n".join([head, *(f"    {one}: {known[one]}" for one in own)])
         return flow(name=name, flow_run_name=title, persist_result=False, validate_parameters=True)(work)
 
     return made
@@ -162,14 +165,12 @@ def check_places(places: Mapping[str, str | None]) -> None:
         if place is None:
             continue
         if has_credentials(place):
-            raise InputError(
-                f"{name} {shown_text(place)} has credentials in its URL: remove them and set them where the AWS SDK "
-                "looks for them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
-            )
+            fact = f"{name} {shown_text(place)} has credentials in its URL"
+            repair = "remove them and set them where the AWS SDK looks for them"
+            raise InputError(f"{fact}: {repair} (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)")
         if not is_absolute(place):
-            raise InputError(
-                f"{name} is {place!r}: give an absolute path or a URL, because a Retry may start elsewhere"
-            )
+            fact = f"{name} is {place!r}"
+            raise InputError(f"{fact}: give an absolute path or a URL, because a Retry may start elsewhere")
 
 
 def is_absolute(place: str) -> bool:
@@ -203,10 +204,7 @@ def log_console() -> Console:
 
 def _warn_of_versions(logger: "logging.Logger | logging.LoggerAdapter[Any]") -> None:
     """Say so if the worker runs another version of Ratchet than the one that registered the deployment."""
-    registered = deployment.version
-    if registered and registered != code_version():
-        logger.warning(
-            "this worker runs Ratchet %s, the deployment was registered by %s: `ratchet up` registers it again",
-            code_version(),
-            registered,
-        )
+    here, registered = code_version(), deployment.version
+    if registered and registered != here:
+        text = "this worker runs Ratchet %s, the deployment was registered by %s: `ratchet up` registers it again"
+        logger.warning(text, here, registered)

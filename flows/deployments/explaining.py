@@ -12,21 +12,7 @@ from prefect.exceptions import PrefectException
 from prefect.settings import get_current_settings
 
 from flows.views.artifacts import artifact_key
-from storage.errors import (
-    DigestMismatch,
-    InputError,
-    NumericsError,
-    OutOfMemory,
-    PartMissing,
-    RatchetError,
-    SchemaMismatch,
-    StageFailed,
-    StorageInterrupted,
-    StorageUnavailable,
-    SyncMismatch,
-    WorkerLost,
-    told,
-)
+from storage import errors
 from tasks.config.credentials import shown_text
 from tasks.config.environment import without_secrets
 
@@ -43,21 +29,25 @@ _MEMORY = (
 )
 _CORRECT = "Retry alone cannot help: correct what is named, then start again with it or press Retry."
 _DAMAGED = "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."
+_REFUSES = "The store refuses: correct permission, space or address first, then press Retry."
+_LOST = (
+    "A process was lost more often than it is replaced without a person: press Retry to try again. If it is always the "
+    "same stage, look for its cause first: memory of the card or of the host, the process's own log."
+)
+_NUMERICS = "The numbers are not finite, and would be so again: change the learning rate, precision or data."
+_DIFFERS = "The engine does not hold what was trained: raise the limits in [sync] only if you know why."
 _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, bool], ...] = (
-    (StorageUnavailable, "The store refuses: correct permission, space or address first, then press Retry.", False),
-    (InputError, _CORRECT, False),
-    (StorageInterrupted, "The store did not answer for long: press Retry once it does.", True),
-    ((OutOfMemory, MemoryError), _MEMORY, False),
-    (WorkerLost, "A process was lost more often than it is replaced without a person: press Retry to try again. If it "
-     "is always the same stage, look for its cause first: memory of the card or of the host, the process's own log.",
-     True),
-    (NumericsError, "The numbers are not finite, and would be so again: change the learning rate, precision or data.",
-     False),
-    (SyncMismatch, "The engine does not hold what was trained: raise the limits in [sync] only if you know why.", True),
-    (StageFailed, "Correct what is named, then press Retry.", False),
-    ((DigestMismatch, PartMissing), _DAMAGED, False),
-    (SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
-)  # fmt: skip
+    (errors.StorageUnavailable, _REFUSES, False),
+    (errors.InputError, _CORRECT, False),
+    (errors.StorageInterrupted, "The store did not answer for long: press Retry once it does.", True),
+    ((errors.OutOfMemory, MemoryError), _MEMORY, False),
+    (errors.WorkerLost, _LOST, True),
+    (errors.NumericsError, _NUMERICS, False),
+    (errors.SyncMismatch, _DIFFERS, True),
+    (errors.StageFailed, "Correct what is named, then press Retry.", False),
+    ((errors.DigestMismatch, errors.PartMissing), _DAMAGED, False),
+    (errors.SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
+)
 """By type of error: the first step, and whether Retry may help without it."""
 
 
@@ -81,11 +71,11 @@ class Explained:
 
 def explained(error: BaseException, run: str, root: str, retry: str) -> Explained:
     """Explain a failure by the type of its error; `retry` is the effect of Retry once a stage has begun."""
-    ours = isinstance(error, RatchetError)
-    cause, stage = (told(error), error.during) if ours else (f"{type(error).__name__}: {error}", None)
+    ours = isinstance(error, errors.RatchetError)
+    cause, stage = (errors.told(error), error.during) if ours else (f"{type(error).__name__}: {error}", None)
     first, helps = next(((text, helps) for kind, text, helps in _NOTES if isinstance(error, kind)), (None, True))
     place = f"{shown_text(root)}/{run}"
-    if stage is None and isinstance(error, InputError):
+    if stage is None and isinstance(error, errors.InputError):
         kept = f"No stage was begun, and nothing in {place} has changed."
     else:
         then = "Retry" if helps else "once that is done, Retry"

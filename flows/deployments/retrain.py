@@ -151,10 +151,9 @@ def own_name(store: Root, run: str, here: Here) -> str:
         return check_run_name(next(name for name in every if is_free(store, name, here)))
     there = store.exists(layout.run_config_key(run))  # what was begun and is no run yet is completed, if it is the same
     if here.is_scheduled and there and not is_free(store, run, here):
-        raise InputError(
-            f"run {run!r} exists in {store.url}, and another flow run or a command has begun it: each flow run of a "
-            'schedule begins a run of its own, so give a name with "{date}" or "{date}-{time}" in it'
-        )
+        fact = f"run {run!r} exists in {store.url}, and another flow run or a command has begun it"
+        repair = 'so give a name with "{date}" or "{date}-{time}" in it'
+        raise InputError(f"{fact}: each flow run of a schedule begins a run of its own, {repair}")
     return run
 
 

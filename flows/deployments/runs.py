@@ -241,8 +241,8 @@ def repeat(run: str, root: str, wanted: Wanted, settings: Sequence[str] = ()) ->
     drive(run, root, config, one_stage=not asked.cascade)
     number = asked.revision
     if not asked.cascade:
-        head = f"is beside the head: deployment `choose` with revision {number}, or `ratchet choose {run} {number}`, "
-        head += "makes it so"
+        ways = f"deployment `choose` with revision {number}, or `ratchet choose {run} {number}`"
+        head = f"is beside the head: {ways}, makes it so"
     elif number in {choice.revision for choice in read_revisions(open_root(root), run).choices}:
         head = "is the head"
     else:

@@ -20,6 +20,7 @@ from flows.prefect_tasks import as_task
 from flows.server.history import TAG, forget_flow_runs
 from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, compared_with, evaluation_rows
+from flows.views.output import size
 from flows.views.reports import write_report
 from storage import layout
 from storage.backends.root import open_root
@@ -55,7 +56,7 @@ def _evaluated() -> str:
     return f"{given['run']}@{given.get('iteration', LAST)} evaluated"
 
 
-@form("evaluate", _evaluated)
+@form("evaluate", _evaluated, {name: str(field.description) for name, field in EvaluationSettings.model_fields.items()})
 def evaluate(
     run: str,
     root: str,
@@ -79,24 +80,13 @@ def evaluate(
     Args:
         iteration: Weights: last, best, best.reward (by mean reward), or the number of an iteration whose state is kept.
             It becomes that number when the flow run begins, so that a Retry evaluates the same.
-        samples: Sampled answers to each prompt, beside the greedy one.
-        temperature: Temperature of the sampled answers.
-        top_p: Nucleus of the sampled answers.
-        top_k: Likeliest tokens that can be drawn for them; 0 for all.
-        min_p: Least probability of a token that can be drawn for them, as a share of the likeliest one's.
-        prompts: Number of prompts, from the first.
-        max_tokens: Limit on the tokens of an answer; by default the run's.
-        table: Prompts of the run.
-        passing: Condition for an answer to pass, as in right >= 1; by default evaluate.pass of the run.
-        seed: Seed of the sampled answers.
     """
     logger = get_run_logger()
 
     def work() -> State[Any]:
         settings = EvaluationSettings(
-            table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p,
-            top_k=top_k, min_p=min_p,
-            max_tokens=max_tokens, passing=passing, seed=seed,
+            table=table, prompts=prompts, samples=samples, temperature=temperature, top_p=top_p, top_k=top_k,
+            min_p=min_p, max_tokens=max_tokens, passing=passing, seed=seed,
         )  # fmt: skip
         chosen = choose_weights(open_root(root), place_of(run, iteration))
         if chosen.why:
@@ -245,9 +235,8 @@ def import_files(
     def work() -> State[Any]:
         if not files:
             raise InputError("name at least one .jsonl, .json or .parquet file to import")
-        made = import_samples(
-            open_root(root), ImportOrder(tuple(files), run, mapped(columns), temperature, logprobs=not without_logprobs)
-        )
+        order = ImportOrder(tuple(files), run, mapped(columns), temperature, logprobs=not without_logprobs)
+        made = import_samples(open_root(root), order)
         return Completed(message=f"run {made.run}: {made.samples} samples of {made.groups} prompts")
 
     places = {f"file {number}": place for number, place in enumerate(files, 1)}
@@ -306,12 +295,9 @@ def place_of(run: str, iteration: str) -> str:
 
 def show_evaluated(record: EvaluationRecord) -> State[Any]:
     """Attach the table of an evaluation, and end with its greedy figures."""
-    create_table_artifact(
-        key=artifact_key(record.run, "evaluation"),
-        table=evaluation_rows(record),
-        description=f"Weights of iteration {record.iteration} of run {record.run}{compared_with(record)}. "
-        f"Stored in {record.stored}",
-    )
+    text = f"Weights of iteration {record.iteration} of run {record.run}{compared_with(record)}"
+    key, rows = artifact_key(record.run, "evaluation"), evaluation_rows(record)
+    create_table_artifact(rows, key=key, description=f"{text}. Stored in {record.stored}")
     figures = {name: record.figures.get(f"greedy/{name}") for name in ("reward", "pass@1")}
     shown = ", ".join(f"greedy {name} {value:.4g}" for name, value in figures.items() if value is not None)
     greedy = shown or "no answer has a score"
@@ -332,16 +318,12 @@ def show_maintained(done: Maintenance, root: str, forgotten: str) -> State[Any]:
     """Attach a table with a row for each run, and end red if one has a problem."""
     rows = [
         {
-            "run": one.run,
-            "driven": one.driven,
-            "objects deleted": one.removed,
-            "MiB deleted": round(one.removed_bytes / 2**20, 1),
-            "samples archived": one.archived,
-            "MiB verified": round(one.verified_bytes / 2**20, 1),
+            "run": one.run, "driven": one.driven, "objects deleted": one.removed, "deleted": size(one.removed_bytes),
+            "samples archived": one.archived, "verified": size(one.verified_bytes),
             "problems": "; ".join(one.problems) or "none",
         }
         for one in done.runs
-    ]
+    ]  # fmt: skip
     create_table_artifact(key=artifact_key(root.lower(), "maintenance"), table=rows, description=f"Upkeep of {root}")
     problems = [f"run {one.run}: {text}" for one in done.runs for text in one.problems]
     if problems:

@@ -93,17 +93,15 @@ class Pair:
         tally.update(manifests=1)
         if stage in _TABLES:
             yield from self._tables(left, right, tally)
-        if stage == Stage.TRAIN and not self._given_up(left, right):
+        parts = [(self.left, part) for part in left.parts] + [(self.right, part) for part in right.parts]
+        if stage == Stage.TRAIN and all(
+            root.exists(part.key) for root, part in parts
+        ):  # retention may have deleted one
             yield from self._states(left, right, tally, plant)
         yield from _metrics(left, right, tally)
         yield from _facts(left, right)
         if left.digest != right.digest:
             yield f"the manifest's identity is {left.digest} against {right.digest}"
-
-    def _given_up(self, left: Manifest, right: Manifest) -> bool:
-        """True if retention has deleted one of the states."""
-        pairs = ((self.left, left), (self.right, right))
-        return any(not root.exists(part.key) for root, manifest in pairs for part in manifest.parts)
 
     def _tables(self, left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:
         schema = _TABLES[Stage(left.stage)]
@@ -146,10 +144,8 @@ def _column(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
         return
     unequal = [row for row in range(len(left)) if not left.slice(row, 1).equals(right.slice(row, 1))]
     first = unequal[0]
-    yield (
-        f"column {name}: {len(unequal)} of {len(left)} rows differ, first row {first}: "
-        f"{left[first].as_py()!r} against {right[first].as_py()!r}"
-    )
+    both = f"{left[first].as_py()!r} against {right[first].as_py()!r}"
+    yield f"column {name}: {len(unequal)} of {len(left)} rows differ, first row {first}: {both}"
 
 
 def _metrics(left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:

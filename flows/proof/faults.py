@@ -50,10 +50,9 @@ class Fault:
         found = _SPELLING.fullmatch(text)
         stages, names = [stage.value for stage in Stage], [point.value for point in Point]
         if found is None or found["stage"] not in stages or found["point"] not in names:
-            raise InputError(
-                f"{text!r} names no point of a run: write STAGE@ITERATION:POINT[:VICTIM] with a stage of "
-                f"{', '.join(stages)}, a point of {', '.join(names)} and a victim such as flow, node, trainer-0"
-            )
+            form = f"STAGE@ITERATION:POINT[:VICTIM] with a stage of {', '.join(stages)}, a point of {', '.join(names)}"
+            fact = f"{text!r} names no point of a run"
+            raise InputError(f"{fact}: write {form} and a victim such as flow, node, trainer-0")
         victim = found["victim"] or FLOW
         return cls(Stage(found["stage"]), int(found["iteration"]), Point(found["point"]), victim)
 

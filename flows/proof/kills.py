@@ -76,9 +76,8 @@ def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
     victims = (FLOW, NODE, *_workers(config))
     for fault in faults:
         if (fault.stage, fault.iteration, fault.point) not in there:
-            raise InputError(
-                f"--at {fault}: this run of {config.run.iterations} iterations never reaches that point"
-                + (" (with stored rollouts nothing is sampled: --regenerate)" if fault.stage == Stage.ROLLOUT else "")
-            )
+            why = " (with stored rollouts nothing is sampled: --regenerate)" if fault.stage == Stage.ROLLOUT else ""
+            fact = f"this run of {config.run.iterations} iterations never reaches that point"
+            raise InputError(f"--at {fault}: {fact}{why}")
         if fault.victim not in victims:
             raise InputError(f"--at {fault}: this run has no process {fault.victim!r}, only {', '.join(victims)}")

@@ -104,7 +104,7 @@ def prove(order: ProofOrder, output: Output) -> int:
         output.say(f"prove-resume: {order.config.run.iterations} iterations without interruption")
         undisturbed = FaultFolder(place / "none")
         undisturbed.plan([])
-        _must_succeed(_start(order, whole, undisturbed))
+        _run_killed(order, whole, undisturbed, output)
         if not order.regenerate:
             lend_rollouts(whole, interrupted, RUN)
         folder = FaultFolder(place / "faults")
@@ -135,9 +135,8 @@ def _check_empty(url: str, *roots: Root) -> None:
 def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
     asked = [f"--iterations={order.config.run.iterations}", *(f"--set={setting}" for setting in order.settings)]
     command = ["run", order.path, f"--root={root.url}", f"--run={RUN}", "--json", *asked]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flows", *command], env=with_faults(folder.path), stdout=subprocess.DEVNULL
-    )
+    line, environment = [sys.executable, "-m", "flows", *command], with_faults(folder.path)
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -154,13 +153,8 @@ def _run_killed(order: ProofOrder, root: Root, folder: FaultFolder, output: Outp
         if code == 0:
             return starts
         if delivered == before:
-            _must_succeed(code)
+            raise StageFailed(f"the run ended with exit code {code} and was not killed: see its own message above")
         output.say(f"prove-resume: killed at {folder.delivered()[-1]}; starting again")
-
-
-def _must_succeed(code: int) -> None:
-    if code != 0:
-        raise StageFailed(f"the run ended with exit code {code} and was not killed: see its own message above")
 
 
 def _report(
@@ -168,22 +162,14 @@ def _report(
 ) -> ProofReport:
     planned, delivered = folder.planned(), folder.delivered()
     return ProofReport(
-        whole=whole.url,
-        interrupted=interrupted.url,
-        iterations=order.config.run.iterations,
-        rollouts="regenerated" if order.regenerate else "stored",
-        kills_planned=len(planned),
-        kills_delivered=len(delivered),
-        points=tuple(map(str, delivered)),
+        whole=whole.url, interrupted=interrupted.url, iterations=order.config.run.iterations,
+        rollouts="regenerated" if order.regenerate else "stored", planted=order.plant, starts=starts,
+        kills_planned=len(planned), kills_delivered=len(delivered), points=tuple(map(str, delivered)),
         points_missed=tuple(str(fault) for fault in planned if fault not in delivered),
-        starts=starts,
-        done_twice=tuple(_done_twice(folder)),
-        orphans=tuple(_orphans(folder.path)),
-        **found.model_dump(include=set(Counts.model_fields)),
-        planted=order.plant,
-        differences=tuple(map(str, found.differences)),
+        done_twice=tuple(_done_twice(folder)), orphans=tuple(_orphans(folder.path)),
+        **found.model_dump(include=set(Counts.model_fields)), differences=tuple(map(str, found.differences)),
         determinism=where_determinism_ends(order, interrupted, found),
-    )
+    )  # fmt: skip
 
 
 def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparison) -> str:
@@ -193,18 +179,11 @@ def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparis
         return f"at {first.stage} of iteration {first.iteration}; everything after it belongs to another run"
     if order.regenerate:
         return "nowhere in this run: the engine repeated its samples, and everything after them is the same"
-    again, equal = _sampled_again(interrupted, order.config.run.iterations)
-    return (
-        "nowhere from stored rollouts to weights; the engine is outside the proof: of "
-        f"{again} stored samples that it was asked to repeat, {equal} are equal bit for bit"
-    )
-
-
-def _sampled_again(root: Root, iterations: int) -> tuple[int, int]:
-    rollouts = [find(root, RUN, iteration, Stage.ROLLOUT) for iteration in range(1, iterations + 1)]
+    rollouts = [find(interrupted, RUN, number, Stage.ROLLOUT) for number in range(1, order.config.run.iterations + 1)]
     metrics = [manifest.metrics for manifest in rollouts if manifest is not None]
     again, equal = (sum(one.get(name) or 0 for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
-    return int(again), int(equal)
+    repeated = f"of {again:.0f} stored samples that it was asked to repeat, {equal:.0f} are equal bit for bit"
+    return f"nowhere from stored rollouts to weights; the engine is outside the proof: {repeated}"
 
 
 def _done_twice(folder: FaultFolder) -> Iterator[str]:
@@ -234,12 +213,12 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 def report_lines(report: ProofReport) -> list[str]:
     """The report for people."""
-    counted = [
-        f"{report.kills_delivered} of {report.kills_planned} kills delivered, {report.starts} starts",
-        f"compared {report.manifests} manifests, {report.states} train states ({report.weights} weight and "
-        f"{report.optimizer} optimizer tensors, {report.rng} values of random generators), {report.rows} rows, "
-        f"{report.metrics} metrics",
-    ]
+    kills = f"{report.kills_delivered} of {report.kills_planned} kills delivered, {report.starts} starts"
+    tensors = (
+        f"{report.weights} weight and {report.optimizer} optimizer tensors, {report.rng} values of random generators"
+    )
+    states = f"{report.states} train states ({tensors})"
+    compared = f"compared {report.manifests} manifests, {states}, {report.rows} rows, {report.metrics} metrics"
     troubles = [
         *(f"never reached: {point}" for point in report.points_missed),
         *(f"done twice: {stage}" for stage in report.done_twice),
@@ -248,4 +227,4 @@ def report_lines(report: ProofReport) -> list[str]:
         *([f"{len(report.differences) - 1} more differences"] if len(report.differences) > 1 else []),
     ]
     verdict = "the interrupted run ended in the same bits" if report.identical else "NOT the same"
-    return [*counted, *troubles, f"determinism ends: {report.determinism}", verdict]
+    return [kills, compared, *troubles, f"determinism ends: {report.determinism}", verdict]

@@ -78,19 +78,14 @@ def example_table(found: Samples) -> list[dict[str, str | float | int | None]]:
     """One row per sample; long texts are cut."""
     return [
         {
-            "iteration": found.iteration,
-            "sample": f"{one.prompt_id}/{one.sample_id}",
-            "prompt": _cut(one.prompt),
-            "response": _cut(one.response),
-            "reward": one.reward,
+            "iteration": found.iteration, "sample": f"{one.prompt_id}/{one.sample_id}",
+            "prompt": _cut(one.prompt), "response": _cut(one.response), "reward": one.reward,
             "components": ", ".join(f"{name} {value}" for name, value in (one.components or {}).items()),
-            "status": one.status,
-            "advantage": one.advantage,
-            "finish reason": one.finish_reason,
+            "status": one.status, "advantage": one.advantage, "finish reason": one.finish_reason,
             "weight version": one.versions,
         }
         for one in found.samples
-    ]
+    ]  # fmt: skip
 
 
 def _cut(text: str | None) -> str | None:

@@ -53,17 +53,12 @@ def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: i
     """Estimate the resources of a run, from the number of its model's weights and the size of its tables of prompts."""
     weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
-        device=device,
-        ranks=config.train.parallel.world_size,
-        engines=config.engine.count,
-        reward_processes=scoring_processes(config.reward),
-        parameters=parameters,
-        rank_bytes=rank_bytes(config, parameters),
-        engine_bytes=engine_bytes(config, parameters),
-        stored_bytes=parameters * weight + prompt_bytes,
+        device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=parameters,
+        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters),
+        engine_bytes=engine_bytes(config, parameters), stored_bytes=parameters * weight + prompt_bytes,
         state_bytes=parameters * (weight + optimizer),
         states_kept=_states_kept(config),
-    )
+    )  # fmt: skip
 
 
 def _states_kept(config: RunConfig) -> int:
@@ -145,6 +140,8 @@ def checked(config: RunConfig) -> Checked:
     parameters = count_parameters(config.model, model_facts(config))
     prompt_bytes = sum(table.nbytes for table in prompts.tables.values())
     example, solved = _example(train, 0, codec), _solved(prompts.tables.get("warmup"), codec)
+    calls = reward_calls(config)
+    about_run = (*advice(config), *notices(config.reward), *blind(calls))
     return Checked(
         example=example,
         solved=solved,
@@ -154,15 +151,8 @@ def checked(config: RunConfig) -> Checked:
         stop_tokens=_tokens(codec.stop_tokens, codec),
         left_out=_tokens(sorted(codec.left_out.difference(codec.stop_tokens)), codec),
         sources=_counts(prompts),
-        reward=tuple(map(shown, reward_calls(config))),
-        notes=(
-            *prompts.notes,
-            *notes_of(config, codec, train),
-            *_unsolved(prompts),
-            *advice(config),
-            *notices(config.reward),
-            *blind(reward_calls(config)),
-        ),
+        reward=tuple(map(shown, calls)),
+        notes=(*prompts.notes, *notes_of(config, codec, train), *_unsolved(prompts), *about_run),
         needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, prompt_bytes),
     )
 
@@ -241,14 +231,9 @@ def _needs(needs: Needs) -> list[str]:
 
 def _example(table: pa.Table, row: int, codec: TextCodec) -> Example:
     first = table.slice(row, 1).to_pylist()[0]
-    trained = first["answer_tokens"]
-    return Example(
-        prompt_id=first["prompt_id"],
-        prompt=first["prompt"],
-        tokens=_tokens(first["prompt_tokens"], codec),
-        answer=first["answer"],
-        trained=None if trained is None else _tokens(trained, codec),
-    )
+    same = {name: first[name] for name in ("prompt_id", "prompt", "answer")}
+    trained = None if first["answer_tokens"] is None else _tokens(first["answer_tokens"], codec)
+    return Example(**same, tokens=_tokens(first["prompt_tokens"], codec), trained=trained)
 
 
 def _solved(table: pa.Table | None, codec: TextCodec) -> Example | None:
@@ -300,9 +285,7 @@ def notes_of(config: RunConfig, codec: TextCodec, train: pa.Table) -> list[str]:
         for one in config.data.sources("train")
         if not (one.chat or one.system)
     ]
-    if codec.has_template and any(plain) and "chat" not in config.data.model_fields_set:
-        return [
-            "the tokenizer has a chat template, and the first prompt is a text, which is given without it: set "
-            "data.chat = true, or data.chat = false if that is meant"
-        ]
-    return []
+    if not (codec.has_template and any(plain)) or "chat" in config.data.model_fields_set:
+        return []
+    fact = "the tokenizer has a chat template, and the first prompt is a text, which is given without it"
+    return [f"{fact}: set data.chat = true, or data.chat = false if that is meant"]

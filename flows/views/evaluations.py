@@ -131,13 +131,12 @@ def compared_with(record: EvaluationRecord) -> str:
 
 def _record(root: Root, manifest: Manifest, replaced: bool) -> EvaluationRecord:
     settings, passing = manifest.facts.get(SETTINGS), manifest.facts.get(PASS)
+    same = {"run": manifest.run, "iteration": manifest.iteration, "finished": manifest.finished}
     return EvaluationRecord(
-        run=manifest.run,
-        iteration=manifest.iteration,
+        **same,
         replaced=replaced,
         manifest=manifest.digest,
         stored=f"{root.url}/{manifest.key}",
-        finished=manifest.finished,
         passing=None if passing is None else str(passing),
         scored_by=str(manifest.facts.get(SCORED_BY, "")),
         settings=settings if isinstance(settings, dict) else {},

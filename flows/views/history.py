@@ -67,12 +67,9 @@ def run_troubles(troubles: Sequence[tuple[int, Sequence[Trouble]]]) -> tuple[str
     lines = []
     for trouble in (Trouble.EQUAL_GROUPS, Trouble.ZERO_GRADIENT, Trouble.TRUNCATED):
         numbers = [iteration for iteration, found in troubles if trouble in found]
-        if not numbers:
-            continue
-        meant = trouble
-        if trouble is Trouble.TRUNCATED and len(numbers) == len(troubles):
-            meant = Trouble.NEVER_STOPPED
-        lines.append(f"{len(numbers)} of {len(troubles)} iterations, last {numbers[-1]}: {explanation(meant)}")
+        never = trouble is Trouble.TRUNCATED and len(numbers) == len(troubles)
+        meant = explanation(Trouble.NEVER_STOPPED if never else trouble)
+        lines += [f"{len(numbers)} of {len(troubles)} iterations, last {numbers[-1]}: {meant}"] if numbers else []
     return tuple(lines)
 
 
@@ -163,9 +160,7 @@ def ended_iterations(root: Root, run: str, at_most: int, ends: str = WORKFLOW.en
     It takes O(log at_most) look-ups: each such stage is made from the one before it, so there is no gap.
     """
     head = read_revisions(root, run)
-    return bisect.bisect_left(
-        range(at_most), True, key=lambda iteration: find(root, run, iteration, ends, head) is None
-    )
+    return bisect.bisect_left(range(at_most), True, key=lambda number: find(root, run, number, ends, head) is None)
 
 
 def next_iteration(root: Root, run: str, config: RunConfig) -> int:
@@ -228,23 +223,20 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
     metrics = {manifest.stage: manifest.metrics for manifest in manifests}
     seconds = _seconds(manifests, before)
     row = row_of(manifests, seconds)
-    rewards, trained = metrics.get(Stage.REWARD, {}), metrics.get(Stage.TRAIN, {})
+    rewards, trained, evaluated = (metrics.get(one, {}) for one in (Stage.REWARD, Stage.TRAIN, Stage.EVALUATE))
+    took = {Stage(stage): values.get("seconds") for stage, values in metrics.items()}
     return IterationRecord(
+        **{name: trained.get(name) for name in ("kl", "entropy", "grad_norm")},
         iteration=manifests[0].iteration,
         done=tuple(Stage(manifest.stage) for manifest in manifests),
-        stage_seconds={
-            Stage(stage): took for stage, values in metrics.items() if (took := values.get("seconds")) is not None
-        },
+        stage_seconds={stage: seconds for stage, seconds in took.items() if seconds is not None},
         start_seconds=sum(values.get("start_seconds") or 0.0 for values in metrics.values()),
         seconds=seconds,
         # stored samples are not scored by their own iteration; iteration 0 holds another run's state
         reward=rewards.get("reward_mean", trained.get("reward_mean") if manifests[0].iteration else None),
-        held_out_reward=metrics.get(Stage.EVALUATE, {}).get("reward_mean"),
-        pass_rate=metrics.get(Stage.EVALUATE, {}).get("pass_rate"),
+        held_out_reward=evaluated.get("reward_mean"),
+        pass_rate=evaluated.get("pass_rate"),
         passing=row.texts.get(PASS),
-        kl=trained.get("kl"),
-        entropy=trained.get("entropy"),
-        grad_norm=trained.get("grad_norm"),
         tokens_per_second=metrics.get(Stage.ROLLOUT, {}).get("tokens_per_second"),
         unscored={name: int(count) for name in _UNSCORED if (count := rewards.get(name))},
         troubles=troubles_of(metrics),

@@ -36,10 +36,10 @@ def size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
-def some(names: Sequence[str], most: int, left: str = "") -> str:
+def some(names: Sequence[str], most: int, left: str = "", between: str = ", ") -> str:
     """The first names, and how many more there are; `left` says where those can be found."""
     more = f" and {len(names) - most} more{left}" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    return f"{between.join(names[:most])}{more}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

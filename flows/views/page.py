@@ -130,8 +130,8 @@ class LivePage:
         text = away_text(self._run, self._root, since, until, self.window())
         Shown(artifact_key(self._run, "server-away"), "markdown").show(client, self._flow_run, text, "What was missed")
         if self._flow_run is not None:
-            _annotate(client, self._flow_run, f"the server was away from {since:%H:%M:%S} to {until:%H:%M:%S} UTC; "
-                      "the work went on, and task runs of that time may be missing")  # fmt: skip
+            text = f"the server was away from {since:%H:%M:%S} to {until:%H:%M:%S} UTC; the work went on"
+            _annotate(client, self._flow_run, f"{text}, and task runs of that time may be missing")
         self._away = None
         self._say(f"the Prefect server was away from {since:%H:%M:%S} UTC and is back; the work went on")
 

@@ -29,11 +29,9 @@ class Follower(Protocol):
 
     def begins(self, iteration: int, stage: Stage) -> None:
         """A stage begins."""
-        ...
 
     def advanced(self, portion: Portion) -> None:
         """Report progress within a stage."""
-        ...
 
 
 class Progress:
@@ -198,9 +196,8 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
     shown += [f"without reward {sum(record.unscored.values())} ({reasons})"] if reasons else []
     took = {**record.stage_seconds, **({"start": record.start_seconds} if record.start_seconds >= _SHOWN_S else {})}
     stages = " ".join(f"{stage} {seconds:.1f}" for stage, seconds in took.items())
-    return " | ".join(
-        [f"iteration {record.iteration:{width}d}/{iterations}", *shown, f"{record.seconds:.1f} s ({stages})"]
-    )
+    place = f"iteration {record.iteration:{width}d}/{iterations}"
+    return " | ".join([place, *shown, f"{record.seconds:.1f} s ({stages})"])
 
 
 def closing_lines(status: RunStatus) -> list[str]:
@@ -230,16 +227,13 @@ def status_lines(status: RunStatus) -> Sequence[str]:
     earlier = status.history[0].iteration if status.history else 0
     lines = [f"(iterations 0 to {earlier - 1}: --all)"] if earlier else []
     lines += [iteration_line(record, status.asked) for record in status.history]
-    closing = [*closing_lines(status), *_revision_lines(status)]
+    head = [f"{'revision':<22}{status.revision}"] if status.revision else []
+    redoing = [f"{'to be done again':<22}{status.redoing}"] if status.redoing else []
+    closing = [*closing_lines(status), *head, *redoing]
     if status.current is None:
         return [*lines, *closing]
     stages = ", ".join(f"{item.stage} {'done' if item.done else 'to do'}" for item in status.stages)
     return [*lines, *closing, f"{'continues with':<22}iteration {status.current}: {stages}"]
-
-
-def _revision_lines(status: RunStatus) -> list[str]:
-    head = [f"{'revision':<22}{status.revision}"] if status.revision else []
-    return [*head, *([f"{'to be done again':<22}{status.redoing}"] if status.redoing else [])]
 
 
 def _change(change: Change) -> str:

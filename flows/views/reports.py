@@ -148,7 +148,7 @@ class Reports:
 
     def add(self, record: IterationRecord) -> None:
         """An iteration is complete: it and its manifests are published. Takes no time."""
-        row = self._last_row(record)
+        self._last, row = record.iteration, record.row
         self._files.add(lambda: self._writer.add(row))
         for name, sender in self._senders.items():
             self._lanes[name].add(lambda sender=sender: sender.send(row))
@@ -172,10 +172,6 @@ class Reports:
             if interrupted:
                 lane.mute()
             lane.finish(deadline)
-
-    def _last_row(self, record: IterationRecord) -> Row:
-        self._last = record.iteration
-        return record.row
 
 
 class Files:

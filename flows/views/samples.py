@@ -147,9 +147,9 @@ def chosen(
     table, advantages = read.table, read.advantages
     rows = choice.rows(table["prompt_id"].to_pylist(), read.rewards)
     few = table.take(rows)
-    prompts, responses = texts(few) if texts is not None else (pa.nulls(len(rows)), pa.nulls(len(rows)))
-    few = few.set_column(few.schema.get_field_index("prompt"), "prompt", prompts)
-    few = few.set_column(few.schema.get_field_index("response"), "response", responses)
+    columns = texts(few) if texts is not None else (pa.nulls(len(rows)), pa.nulls(len(rows)))
+    for name, column in zip(("prompt", "response"), columns, strict=True):
+        few = few.set_column(few.schema.get_field_index(name), name, column)
     values = [None] * len(rows) if advantages is None else advantages[rows].tolist()
     samples = tuple(_sample(row, value) for row, value in zip(few.to_pylist(), values, strict=True))
     return Samples(root=root.url, run=run, iteration=iteration, total=table.num_rows, samples=samples)
@@ -186,21 +186,12 @@ def _advantages(root: Root, rollout: Manifest, reward: Manifest, policy: PolicyC
 
 
 def _sample(row: dict, advantage: float | None) -> Sample:
-    components = row.get("components")
-    return Sample(
-        prompt_id=row["prompt_id"],
-        sample_id=row["sample_id"],
-        prompt=row["prompt"],
-        response=row["response"],
-        reward=_finite(row["reward"]),
-        components=None if components is None else {name: _finite(value) for name, value in dict(components).items()},
-        status=row["status"],
-        detail=row["detail"] or None,
-        advantage=advantage,
-        finish_reason=ended_by(row),
-        tokens=len(row["response_tokens"]),
-        weight_versions=sampled_by(row),
-    )
+    same = {name: row[name] for name in ("prompt_id", "sample_id", "prompt", "response", "status")}
+    named = row.get("components")
+    components = None if named is None else {name: _finite(value) for name, value in dict(named).items()}
+    scores = {"reward": _finite(row["reward"]), "components": components, "detail": row["detail"] or None}
+    made = {"finish_reason": ended_by(row), "tokens": len(row["response_tokens"]), "weight_versions": sampled_by(row)}
+    return Sample(**same, **scores, **made, advantage=advantage)
 
 
 def _finite(value: float | None) -> float | None:

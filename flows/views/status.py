@@ -87,12 +87,9 @@ def judged_by(record: IterationRecord, by: Sequence[str]) -> list[str | None]:
 def apart_lines(changes: Changes) -> list[str]:
     """A sentence for each figure of which earlier values are not compared."""
     named = {"mean reward": changes.reward, "held-out evaluation": changes.held_out_reward}
-    return [
-        f"{name}: earlier values than that of iteration {change.since} are of another reward function, or of other "
-        "prompts; they are not compared"
-        for name, change in named.items()
-        if change.apart
-    ]
+    why = "are of another reward function, or of other prompts; they are not compared"
+    apart = {name: change.since for name, change in named.items() if change.apart}
+    return [f"{name}: earlier values than that of iteration {since} {why}" for name, since in apart.items()]
 
 
 def _change(records: Sequence[IterationRecord], value: Callable[[IterationRecord], float | None], *by: str) -> Change:
@@ -155,6 +152,7 @@ def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
     begun = unfinished(root, run, revisions)
     # a continued run may have more iterations than it was started with
     found = read_newest(root, run, config, revisions, whole)
+    troubles = [(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]
     going_on, key = found.first <= found.last, layout.report_key(run, PLOT)
     return RunStatus(
         run=run,
@@ -168,10 +166,7 @@ def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
         stages=_stages(found.records, found.first, found.last, config) if going_on else (),
         changes=found.changes,
         seconds_per_iteration=seconds_per_iteration(found.records),
-        warnings=(
-            *run_troubles([(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]),
-            *apart_lines(found.changes),
-        ),
+        warnings=(*run_troubles(troubles), *apart_lines(found.changes)),
         report=f"{root.url}/{key}" if root.exists(key) else None,
         history=found.records,
     )

@@ -60,14 +60,9 @@ def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
         for name, value in sorted(one.metrics.items(), key=lambda item: "/" not in item[0])
         if value is not None and math.isfinite(value) and not name.startswith(STEP)
     }
-    ordered = {name: values[name] for name in sorted(values, key=_place)}
-    finished = manifests[-1].finished
-    return Row(
-        iteration=manifests[0].iteration,
-        finished=finished,
-        values={SECONDS: seconds, **ordered},
-        texts=_texts({one.stage: one.facts for one in manifests}),
-    )
+    ordered = {SECONDS: seconds, **{name: values[name] for name in sorted(values, key=_place)}}
+    texts = _texts({one.stage: one.facts for one in manifests})
+    return Row(iteration=manifests[0].iteration, finished=manifests[-1].finished, values=ordered, texts=texts)
 
 
 def _texts(facts: Mapping[str, Mapping[str, JsonValue]]) -> dict[str, str]:

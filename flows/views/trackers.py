@@ -89,15 +89,12 @@ class Tracker(Protocol):
 
     def begin(self, run: TrackedRun) -> int:
         """Connect; returns the first iteration that is not there yet, 0 for a new run."""
-        ...
 
     def log(self, row: Row) -> None:
         """Store the values of one iteration by the names of their curves. The same row again must change nothing."""
-        ...
 
     def end(self, complete: bool) -> None:
         """This process sends no more; `complete` is true if the run has all its iterations."""
-        ...
 
 
 Makes = Callable[[], Tracker]
@@ -168,10 +165,9 @@ class _Refusing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception | SystemExit):
-            raise InputError(
-                f"{_KEY} {self._target.name!r} cannot be imported: {type(error).__name__}: {error}"
-                f"{line_of(error, self._target.place)}. Correct the file, or remove the key"
-            ) from None
+            why = f"{type(error).__name__}: {error}{line_of(error, self._target.place)}"
+            fact = f"{_KEY} {self._target.name!r} cannot be imported: {why}"
+            raise InputError(f"{fact}. Correct the file, or remove the key") from None
 
 
 class WandbTracker:
@@ -185,14 +181,9 @@ class WandbTracker:
         import wandb
 
         self._tracked = run
-        self._run = wandb.init(
-            project=self._project,
-            id=run.identity,
-            name=run.title,
-            resume="allow",
-            config=dict(run.settings),
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
-        )
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+        place = {"project": self._project, "id": run.identity, "name": run.title, "resume": "allow"}
+        self._run = wandb.init(**place, config=dict(run.settings), settings=settings)
         return run.position() if self._run.offline else self._run.step
 
     def log(self, row: Row) -> None:

@@ -97,8 +97,7 @@ def test_stop_ends_the_process_that_drives_the_run(driving, root: Root, capfd):
 
 def test_stop_says_so_if_the_process_does_not_end(driving, root: Root, monkeypatch, capfd):
     psutil.Process(driving.pid).suspend()
-    monkeypatch.setattr(upkeep, "LIMIT_SECONDS", 0.2)
-    monkeypatch.setattr(upkeep, "_MORE_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "_WAIT_S", 0.2)
     assert execute(["stop", "a", "--root", root.url]) == 1
     assert f"process {driving.pid}, which drives run a, has not ended within 0.2 s" in capfd.readouterr().out
 
