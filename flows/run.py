@@ -63,7 +63,7 @@ def perform(
     one_stage: bool = False,
     held: Lease | None = None,
 ) -> None:
-    """Do what the flow does, within any flow; arguments as those of `run`, `owner` and `held` as of `Drive`."""
+    """Do the work of the flow `run` within any flow; `owner` and `held` are those of `Drive`."""
     store = ready(name, root, config, held)
     for sentence in advice(config):
         progress.say(sentence)

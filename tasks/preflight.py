@@ -17,7 +17,7 @@ from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import changed_meaning, fixed_by_prepare
 from tasks.config.run import RunConfig
-from tasks.config.stored import continued_by, corrections, read_config
+from tasks.config.stored import corrections, differs, read_config
 from tasks.data.hub import is_weights
 from tasks.data.models import ModelFolder, find_model
 from tasks.stages.names import Stage
@@ -53,11 +53,7 @@ def _check_settings(config: RunConfig, root: Root, run: str) -> None:
         return
     fork = fork_command(root, run, config, _changes(stored, config.meaning()))
     repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"
-    raise InputError(
-        f"run {run!r} exists in {root.url} and was started with different settings:\n"
-        + "\n".join(f"  {line}" for line in lines)
-        + f"\nContinue it with its own configuration ({continued_by(root.url, run)}), or {repair}"
-    )
+    raise differs(root, run, "\n".join(f"  {line}" for line in lines), repair)
 
 
 def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:

@@ -82,7 +82,7 @@ class Common:
         return Output.show(self.json, result, lines, good)
 
     def again(self, words: Iterable[str]) -> str:
-        """The command line that continues what one of `words` has begun; a secret in it is masked."""
+        """The command line with these words and options, which continues a run; a secret in it is masked."""
         program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
         tail = [f"--root={shown_text(self.root)}", *(["--json"] if self.json else [])]
         return shlex.join([*program, *map(shown_text, words), *tail])
@@ -124,8 +124,8 @@ class Place:
 
 
 def place_in(text: str, form: str = "RUN[@ITERATION][:STAGE]") -> Place:
-    """Read `RUN[@ITERATION][:STAGE]`. `form` is what the command takes, in brackets what may be left out. Raises
-    InputError if `text` has another form, or names no stage."""
+    """Read a place of the form that the command takes, in brackets what may be left out. Raises InputError for another
+    form, or if it names no stage."""
     found = _FORM.fullmatch(text)
     if found is None or not found["run"]:
         raise InputError(f"{text!r} is not of the form {form}, as in {_example(form)}")

@@ -26,7 +26,7 @@ from flows.deployments.explaining import LastLines, explained, show_failure
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
 from storage.ownership.stopping import ASKED_FOR, STOP_SIGNAL
 from tasks.config.code_version import code_version
-from tasks.config.credentials import has_credentials, shown_text
+from tasks.config.credentials import ELSEWHERE, has_credentials, shown_text
 from tasks.config.environment import without_secrets
 
 Count = Annotated[int, Field(ge=0)]
@@ -79,7 +79,7 @@ class Asked:
 
 
 def attempt(asked: Asked, work: Callable[[], State[Any]]) -> State[Any]:
-    """Do the work of a flow run. An error of ours ends it red, with what a person needs to know."""
+    """Do the work of a flow run. A RatchetError fails it, with an explanation for the person who reads its page."""
     logger, begun = get_run_logger(), time.monotonic()
     logger.info("%s", without_secrets(f"{asked.will}, in {asked.root}"))
     _warn_of_versions(logger)
@@ -165,9 +165,7 @@ def check_places(places: Mapping[str, str | None]) -> None:
         if place is None:
             continue
         if has_credentials(place):
-            fact = f"{name} {shown_text(place)} has credentials in its URL"
-            repair = "remove them and set them where the AWS SDK looks for them"
-            raise InputError(f"{fact}: {repair} (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)")
+            raise InputError(f"{name} {shown_text(place)} has credentials in its URL: {ELSEWHERE}")
         if not is_absolute(place):
             fact = f"{name} is {place!r}"
             raise InputError(f"{fact}: give an absolute path or a URL, because a Retry may start elsewhere")

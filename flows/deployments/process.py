@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """True for a line of the log that is not Prefect's own: of its beginning, of its end, of loading code."""
+    """True for a log line that is not Prefect's own about starting, ending or loading code."""
     return record.levelno >= logging.WARNING or "prefect" not in Path(record.pathname).parts
 
 

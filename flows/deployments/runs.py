@@ -209,8 +209,8 @@ def begin_new(store: Root, run: str, config: RunConfig, identity: str | None) ->
 
 
 def begin_counted(store: Root, run: str, more: int, resolve: Callable[[int], RunConfig]) -> State[Any]:
-    """Do so many more iterations. They are counted under the run's lease, and kept for Retry before the first begins.
-    Raises LeaseHeld if another process drives the run."""
+    """Do `more` iterations, counted under the run's lease, and kept for Retry before the first begins. Raises
+    LeaseHeld."""
     ready(run, store.url, resolve(complete_iterations(store, run) + more))  # a refusal leaves no lease behind
     with hold(store, run, owner()) as lease:
         last = complete_iterations(store, run) + more

@@ -63,7 +63,7 @@ def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
 
 
 def _served(recorded: Names, iterations: set[int]) -> list[str]:
-    """Keys of what the engines were given in some iterations, as it counts now."""
+    """Keys of the current weight-sync manifests of some iterations."""
     return [key for (at, stage), key in recorded.newest.items() if at in iterations and stage == Stage.WEIGHT_SYNC]
 
 

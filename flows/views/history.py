@@ -175,8 +175,8 @@ def next_iteration(root: Root, run: str, config: RunConfig) -> int:
 
 
 def next_after(ended: int, last: int, config: RunConfig, done: Callable[[int, Stage], bool]) -> int:
-    """The first iteration up to `last` that is not complete, given how many have ended, and which stages of 0 and of
-    that are done."""
+    """The first iteration up to `last` that is not complete; `done` is asked about iteration 0 and the last that has
+    ended."""
     if ended == 0 or not all(done(0, stage) for stage in wanted_stages(config, 0) if stage in _SELECTING):
         return 0
     newest = ended - 1

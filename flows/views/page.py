@@ -55,7 +55,7 @@ class LivePage:
         self._thread = threading.Thread(target=work.run, args=(self._work,), name="page", daemon=True)
 
     def begins(self, iteration: int, stage: Stage) -> None:
-        """A stage begins."""
+        """Show the stage that begins."""
         self._doing, self._percent = f"iteration {iteration} of {self._last}: {stage}", 0.0
 
     def advanced(self, portion: Portion) -> None:
@@ -64,7 +64,7 @@ class LivePage:
         self._percent = 100.0 * portion.done / max(portion.of, 1)
 
     def finished(self, record: IterationRecord) -> None:
-        """An iteration is complete."""
+        """Add a complete iteration to the table."""
         with self._lock:
             self._window.append(record)
             self._rows += 1

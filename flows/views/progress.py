@@ -25,10 +25,10 @@ _SHOWN_S = 0.05
 
 
 class Follower(Protocol):
-    """Somewhere else where a run is shown."""
+    """Another display of a run."""
 
     def begins(self, iteration: int, stage: Stage) -> None:
-        """A stage begins."""
+        """Show the stage that begins."""
 
     def advanced(self, portion: Portion) -> None:
         """Report progress within a stage."""
@@ -81,7 +81,7 @@ class Progress:
         self._print(text)
 
     def expect(self, iterations: int) -> None:
-        """Show that the run is to have so many iterations."""
+        """Set the number of iterations that the run is to have."""
         self._iterations = iterations
 
     def begins(self, iteration: int, stage: Stage) -> None:

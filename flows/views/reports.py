@@ -50,7 +50,7 @@ class Lane:
         self._jobs.put(job)
 
     def mute(self) -> None:
-        """Say nothing any more: what is interrupted may fail."""
+        """Report no more failures: interrupted jobs may fail."""
         self._told = True
 
     def finish(self, deadline: float) -> None:
@@ -147,7 +147,7 @@ class Reports:
         self._last, self._root, self._run, self._config = -1, root, run, config
 
     def add(self, record: IterationRecord) -> None:
-        """An iteration is complete: it and its manifests are published. Takes no time."""
+        """Report an iteration that is complete and published. Returns at once."""
         self._last, row = record.iteration, record.row
         self._files.add(lambda: self._writer.add(row))
         for name, sender in self._senders.items():

@@ -115,12 +115,11 @@ def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> 
 def scored_samples(
     root: str, run: str, iterations: Collection[int] | None = None, *, revision: int | None = None, texts: bool = False
 ) -> pa.Table:
-    """The samples of a run with their scores, a row each, as an Arrow table with the columns of
-    `storage.upkeep.archive.SAMPLES`; see `ratchet.samples` for the arguments. Those of scores are null where nothing is
-    scored yet.
+    """The table of `ratchet.samples`, with the columns of `storage.upkeep.archive.SAMPLES`. Raises InputError as that
+    does.
 
     Rollout and reward of each iteration are those of one revision, joined by prompt and sample; what was replaced, or
-    is not finished, is not among them. Raises InputError as `ratchet.samples` does.
+    is not finished, is not among them. Columns of scores are null where nothing is scored yet.
     """
     store = open_root(root)
     require_run(store, run)

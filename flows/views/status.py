@@ -227,9 +227,9 @@ class _Earlier:
     newest: list[IterationRecord]
 
     def alike(self, stage: Stage, numbers: range, by: Sequence[str]) -> list[IterationRecord]:
-        """The first of some iterations, and if the newest is judged by something else, the first that is judged alike.
+        """The first iteration, and if the newest one is judged by something else, the first that is judged like it.
 
-        That takes O(log(iterations)) requests. Of each the record has this stage only.
+        That takes O(log(iterations)) requests. Each record has this stage only.
         """
         found = [self.record(number, stage) for number in numbers[:1]]
         last = next((judged_by(one, by) for one in reversed(self.newest) if stage in one.done), None)
@@ -267,7 +267,7 @@ def _ended(root: Root, run: str, begun: int, revisions: Revisions) -> int:
 
 
 def _window(root: Root, run: str, numbers: range, revisions: Revisions) -> list[IterationRecord]:
-    """The records of iterations, but of the first, from whose end the second is timed."""
+    """Records of the iterations after the first, whose end is needed to time the second."""
     found = each(lambda number: read_iteration(root, run, number, revisions), numbers, _READERS)
     records: list[IterationRecord] = []
     before: Manifest | None = found[0][-1] if found[0] else None

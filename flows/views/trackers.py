@@ -46,7 +46,7 @@ class TrackedRun:
 
     @functools.cached_property
     def identity(self) -> str:
-        """The same for each process that drives the run, another for each other run.
+        """Identity of the run, the same for every process that drives it.
 
         A revision counts as a run of its own, because a tracker does not take back rows.
         """
@@ -94,7 +94,7 @@ class Tracker(Protocol):
         """Store the values of one iteration by the names of their curves. The same row again must change nothing."""
 
     def end(self, complete: bool) -> None:
-        """This process sends no more; `complete` is true if the run has all its iterations."""
+        """Close the connection of this process; `complete` is true if the run has all its iterations."""
 
 
 Makes = Callable[[], Tracker]

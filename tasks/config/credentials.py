@@ -13,6 +13,8 @@ from pydantic import JsonValue
 from storage.errors import InputError
 
 MASK = "***"  # shown in place of a secret
+_AWS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile"
+ELSEWHERE = f"remove them and set them where the AWS SDK looks for them ({_AWS})"  # of credentials in a URL
 _REFERENCE = re.compile(r"env:([A-Za-z_][A-Za-z0-9_]*)")
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
@@ -115,10 +117,7 @@ def has_credentials(text: str) -> bool:
 def check_root_url(url: str) -> None:
     """Raises InputError: a storage root has credentials in its URL, which is shown, and recorded by Prefect."""
     if has_credentials(url):
-        raise InputError(
-            f"the storage root {shown_text(url)} has credentials in its URL: remove them and set them where the "
-            "AWS SDK looks for them (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
-        )
+        raise InputError(f"the storage root {shown_text(url)} has credentials in its URL: {ELSEWHERE}")
 
 
 def shown_text(text: str) -> str:

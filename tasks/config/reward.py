@@ -112,8 +112,6 @@ class RewardSection(_Tried):
 
 def _by_reference(arguments: Arguments, place: str) -> Arguments:
     if found := list(literal_secrets(arguments, place)):
-        raise ValueError(
-            f"{' and '.join(found)} would be stored with the run, and looks like a secret: give it by reference, "
-            'as "env:NAME", and export NAME'
-        )
+        fact = f"{' and '.join(found)} would be stored with the run, and looks like a secret"
+        raise ValueError(f'{fact}: give it by reference, as "env:NAME", and export NAME')
     return arguments

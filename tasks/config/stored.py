@@ -118,16 +118,20 @@ def continued_by(root: str, run: str) -> str:
     return shlex.join(["ratchet", "run", run, f"--root={shown_text(root)}"])
 
 
+def differs(root: Root, run: str, lines: str, repair: str) -> InputError:
+    """The error of a run that is to go on with other settings, those of `lines`."""
+    fact = f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}"
+    return InputError(f"{fact}\nContinue it with its own configuration ({continued_by(root.url, run)}), or {repair}")
+
+
 def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], revision: int | None = None) -> RunConfig:
     """The configuration of a fork: that of its parent, or of a revision of it, with settings replaced. Raises
     InputError: the parent cannot be forked, or not with these settings."""
     revisions = read_revisions(root, parent)
     before = read_config(root, parent, revisions if revision is None else revisions.seen(revision)).config
     if before.retrain is not None:
-        raise InputError(
-            f"run {parent!r} trains on stored samples and cannot be forked: export its weights with "
-            f"`ratchet export {parent} --to FOLDER`, and start a new run with them"
-        )
+        repair = f"export its weights with `ratchet export {parent} --to FOLDER`, and start a new run with them"
+        raise InputError(f"run {parent!r} trains on stored samples and cannot be forked: {repair}")
     document = before.model_dump(mode="json")
     apply_overrides(document, settings)
     document["run"]["name"] = run
@@ -227,11 +231,7 @@ def _continued(root: Root, run: str, config: RunConfig) -> str:
         lines = "\n".join(f"  {line}" for line in changed)
         if revisions.settings():
             lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"
-        raise InputError(
-            f"run {run!r} exists in {root.url} and was started with different settings:\n{lines}\n"
-            f"Continue it with its own configuration ({continued_by(root.url, run)}), or start a new run with another "
-            "--run"
-        )
+        raise differs(root, run, lines, "start a new run with another --run")
     # an evaluation of iteration 0 is stored there under the settings of the head
     check_past(root, run, {stored.first, *documents(root, run, revisions)})
     return stored.digest
@@ -251,10 +251,9 @@ def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
     if not isinstance(document, dict):
         raise SchemaMismatch(f"{where} is a {type(document).__name__}, not a configuration")
     if "imported" in document:
-        raise InputError(
-            f"run {run!r} holds imported samples, and no model or configuration: `ratchet retrain NEW --select {run} "
-            "--from RUN@ITERATION` trains on them. A new run needs another name (--run)"
-        )
+        repair = f"`ratchet retrain NEW --select {run} --from RUN@ITERATION` trains on them"
+        fact = f"run {run!r} holds imported samples, and no model or configuration"
+        raise InputError(f"{fact}: {repair}. A new run needs another name (--run)")
     if document.get("rules") != RULES:
         fact = f"{where} was recorded under rules {document.get('rules')!r} of identity; this version knows {RULES}"
         raise SchemaMismatch(f"{fact}. Continue the run with the version that made it")

@@ -20,22 +20,11 @@ def model_card(
 ) -> str:
     """Card as Markdown, with the metadata that the hub reads."""
     inputs = sorted(prepared.parts, key=lambda part: (not part.name.startswith(MODEL), part.name))  # the model first
-    return "\n".join(
-        [
-            "---",
-            *(f"{key}: {json.dumps(value)}" for key, value in _metadata(config).items()),  # JSON is YAML
-            "---",
-            f"# {lineage.run}, iteration {lineage.version}",
-            "",
-            "Trained by reinforcement learning with Ratchet.",
-            "",
-            *_table(dict(_rows(config, lineage, evaluated, precision))),
-            "",
-            "## Made from",
-            *_table({part.name: f"xxh3-128 `{part.digest}`, {part.bytes} bytes" for part in inputs}),
-            "",
-        ]
-    )
+    known = [f"{key}: {json.dumps(value)}" for key, value in _metadata(config).items()]  # JSON is YAML
+    title = [f"# {lineage.run}, iteration {lineage.version}", "", "Trained by reinforcement learning with Ratchet."]
+    made_from = _table({part.name: f"xxh3-128 `{part.digest}`, {part.bytes} bytes" for part in inputs})
+    rows = _table(dict(_rows(config, lineage, evaluated, precision)))
+    return "\n".join(["---", *known, "---", *title, "", *rows, "", "## Made from", *made_from, ""])
 
 
 def _metadata(config: RunConfig) -> dict[str, Any]:

@@ -58,20 +58,15 @@ def choose(root: Root, which: str) -> Chosen:
     if (iteration := int(wanted)) not in kept:
         complete = iteration in _by_iteration(recorded, _last_stage(recorded))
         fact = "is not kept: retention has deleted it" if complete else "is not there"
-        raise InputError(
-            f"the state of iteration {iteration} of run {run!r} {fact}; those of {kept} are. Choose one of them as "
-            f"{run}@ITERATION"
-        )
+        state = f"the state of iteration {iteration} of run {run!r}"
+        raise InputError(f"{state} {fact}; those of {kept} are. Choose one of them as {run}@ITERATION")
     return Chosen(run, iteration, recorded)
 
 
 def _kept(recorded: Contents) -> list[int]:
     """Complete iterations whose states are kept, ascending."""
-    synced = _by_iteration(recorded, _last_stage(recorded))
-    states = _by_iteration(recorded, Stage.TRAIN)
-    return sorted(
-        iteration for iteration, state in states.items() if state.key in recorded.kept and iteration in synced
-    )
+    synced, states = _by_iteration(recorded, _last_stage(recorded)), _by_iteration(recorded, Stage.TRAIN)
+    return sorted(at for at, state in states.items() if state.key in recorded.kept and at in synced)
 
 
 def _last_stage(recorded: Contents) -> Stage:

@@ -145,16 +145,11 @@ def export(
     _write_texts(root, chosen, target, written, model_config)
     model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
     target.finish(_json({**model_config, "dtype": dtype_name(_WRITTEN[written][0])}))
+    size = sum(tensor.bytes for tensor in planned)
     return Exported(
-        run=chosen.run,
-        iteration=chosen.iteration,
-        folder=target.shown,
-        precision=written,
-        weights_digest=exported,
-        tensors=len(planned),
-        bytes=sum(tensor.bytes for tensor in planned),
-        files=target.digests,
-    )
+        run=chosen.run, iteration=chosen.iteration, folder=target.shown, precision=written, weights_digest=exported,
+        tensors=len(planned), bytes=size, files=target.digests,
+    )  # fmt: skip
 
 
 def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
@@ -193,10 +188,9 @@ def _compare(chosen: Chosen, found: str) -> None:
     synced = chosen.find(Stage.WEIGHT_SYNC, chosen.iteration)
     served = found if synced is None else Served(synced).weights_digest  # stored samples are trained on without engines
     if found != served:
-        raise DigestMismatch(
-            f"the state of iteration {chosen.iteration} of run {chosen.run!r} gives weights {found}, but {served} were "
-            "served: the folder is left unfinished. Check the store with `ratchet verify`"
-        )
+        fact = f"the state of iteration {chosen.iteration} of run {chosen.run!r} gives weights {found}"
+        repair = "the folder is left unfinished. Check the store with `ratchet verify`"
+        raise DigestMismatch(f"{fact}, but {served} were served: {repair}")
 
 
 def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, model_config: dict) -> None:

@@ -170,10 +170,8 @@ class Column:
     def error(self, row: int, fact: str) -> InputError:
         """An error that names one of these rows."""
         mapped = "" if self.called == self.name else f" (column {self.called!r})"
-        return InputError(
-            f"{self.batch.file}, sample {self.batch.first + row + 1}: {self.name}{mapped} {fact}. Correct the file, or "
-            "leave that sample out"
-        )
+        place = f"{self.batch.file}, sample {self.batch.first + row + 1}"
+        return InputError(f"{place}: {self.name}{mapped} {fact}. Correct the file, or leave that sample out")
 
     def _of_values(self, values: Sequence[Any]) -> pa.Array:
         kind = KINDS[self.name]

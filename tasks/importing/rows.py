@@ -64,10 +64,9 @@ class SampleRows:
     def tokens(self, name: str) -> pa.ListArray:
         """Token ids, which every row must have: (N rows) of int32."""
         if (column := self._column(name)) is None:
-            raise InputError(
-                f"{self.batch.file} has no {name}: samples are trained on as the token ids that were sampled, because "
-                f"a text made of them may give others. Name the column of token ids with --map {name}=COLUMN"
-            )
+            why = "samples are trained on as the token ids that were sampled, because a text of them may give others"
+            repair = f"Name the column of token ids with --map {name}=COLUMN"
+            raise InputError(f"{self.batch.file} has no {name}: {why}. {repair}")
         lists = column.array()
         column.refuse(lengths_of(lists) == 0, "is empty")
         flat = _flat(lists)
@@ -77,12 +76,10 @@ class SampleRows:
     def logprobs(self, responses: pa.ListArray) -> pa.ListArray:
         """Log-probabilities of the response tokens; NaN where they are not known."""
         if (column := self._column("logprobs")) is None and self.order.logprobs:
-            raise InputError(
-                f"{self.batch.file} has no logprobs: without the log-probabilities of the policy that sampled, no "
-                "objective but maximum likelihood and preferences can be computed. Name their column with --map "
-                "logprobs=COLUMN, "
-                'or import with --without-logprobs and train with train.policy.loss.type = "sft"'
-            )
+            fact = f"{self.batch.file} has no logprobs: without the log-probabilities of the policy that sampled"
+            why = "no objective but maximum likelihood and preferences can be computed"
+            repair = "Name their column with --map logprobs=COLUMN, or import with --without-logprobs and train with"
+            raise InputError(f'{fact}, {why}. {repair} train.policy.loss.type = "sft"')
         if column is None:
             unknown = pa.array(np.full(len(responses.flatten()), np.nan, np.float32))
             return pa.ListArray.from_arrays(responses.offsets.cast(pa.int32()), unknown)
@@ -193,10 +190,9 @@ class SampleRows:
         if (found := self._numbers("temperature", lambda one: (one >= 0) & (one <= _LARGEST))) is not None:
             return found
         if self.order.temperature is None:
-            raise InputError(
-                f"{self.batch.file} does not say at which temperature the samples were drawn, and log-probabilities "
-                "mean nothing without: name its column with --map temperature=COLUMN, or give --temperature"
-            )
+            fact = f"{self.batch.file} does not say at which temperature the samples were drawn"
+            repair = "name its column with --map temperature=COLUMN, or give --temperature"
+            raise InputError(f"{fact}, and log-probabilities mean nothing without: {repair}")
         return _repeated("temperature", self.order.temperature, self.batch.rows)
 
     def _reasons(self) -> pa.Array:

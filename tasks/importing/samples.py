@@ -84,14 +84,10 @@ def _store(root: Root, order: ImportOrder, record: ImportRecord, places: Sequenc
         records.publish(root, layout.run_config_key(order.run), record)
         for file in files:
             file.commit(value_digest(record.model_dump(mode="json")), lease)
-    return Imported(
-        run=order.run,
-        iterations=len(files),
-        samples=sum(file.rows for file in files),
-        groups=sum(file.samples.groups for file in files),
-        scored=sum(file.scored for file in files),
-        columns={name: column for file in files for name, column in file.samples.found.items()},
-    )
+    rows, groups = sum(file.rows for file in files), sum(file.samples.groups for file in files)
+    columns = {name: column for file in files for name, column in file.samples.found.items()}
+    scored = sum(file.scored for file in files)
+    return Imported(run=order.run, iterations=len(files), samples=rows, groups=groups, scored=scored, columns=columns)
 
 
 def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
@@ -220,17 +216,9 @@ class _File:
     def _manifest(
         self, stage: Stage, digest: str, parts: Sequence[Part], facts: dict[str, JsonValue], inputs: dict[str, str]
     ) -> Manifest:
+        schema = fingerprint(ROLLOUT if stage == Stage.ROLLOUT else REWARD)
         return Manifest(
-            run=self.samples.order.run,
-            iteration=self.iteration,
-            stage=stage,
-            schema_fingerprint=fingerprint(ROLLOUT if stage == Stage.ROLLOUT else REWARD),
-            parts=tuple(parts),
-            inputs=inputs,
-            config_digest=digest,
-            code_version=code_version(),
-            facts=facts,
-            writer="ratchet import",
-            started=self._started,
-            finished=datetime.now(UTC),
-        )
+            run=self.samples.order.run, iteration=self.iteration, stage=stage, schema_fingerprint=schema,
+            parts=tuple(parts), inputs=inputs, facts=facts, config_digest=digest, code_version=code_version(),
+            writer="ratchet import", started=self._started, finished=datetime.now(UTC),
+        )  # fmt: skip
