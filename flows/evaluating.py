@@ -3,9 +3,9 @@
 The run's chain, its lease and its processes are left alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flows.run import process_cluster
 from flows.views.evaluations import EvaluationRecord, evaluations
@@ -22,22 +22,10 @@ from tasks.stages.context import NoPage, Page, Performer, RunContext, directly
 from tasks.stages.evaluation import evaluation
 from tasks.stages.retrying import persistent
 from tasks.sync_check import CheckedSync, check_sync
-from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet, engines_on
 from tasks.workers.scratch import scratch, sweep
 
 UNSEEN = NoPage()
-
-
-@dataclass(frozen=True)
-class ServedWeights:
-    """Weights of an iteration that its run's engines have served, with the run's configuration as of the last
-    revision."""
-
-    store: Root
-    chosen: Chosen
-    revisions: Revisions
-    stored: StoredConfig
 
 
 def evaluate_weights(
@@ -51,18 +39,18 @@ def evaluate_weights(
     """Evaluate the weights of one iteration, or find that evaluation in storage; `which` is as
     `tasks.export.choice.choose` takes it. Raises InputError if there are no such weights, or they cannot be served
     here."""
-    weights = choose_served(root, which, "export them, and start a run that begins with that model")
-    store, chosen, stored = weights.store, weights.chosen, weights.stored
+    instead = "export them, and start a run that begins with that model"
+    store, chosen, revisions, stored = choose_served(root, which, instead)
     if chosen.why:
         say(f"iteration {chosen.iteration} is {chosen.why}")
     check_config(stored.config, store, prepared_stage(store, chosen.run))
     with open_evaluation(chosen.run, store, stored) as context:
-        shown = replace(context, performer=performer, page=page, say=say, revisions=weights.revisions)
+        shown = replace(context, performer=performer, page=page, say=say, revisions=revisions)
         manifest = evaluation(persistent(shown, say), chosen.iteration, settings).manifest
     return recorded(store, chosen.run, manifest.digest)
 
 
-def choose_served(root: str, which: str, instead: str) -> ServedWeights:
+def choose_served(root: str, which: str, instead: str) -> tuple[Root, Chosen, Revisions, StoredConfig]:
     """The weights of one iteration (`which` as for `evaluate_weights`), with what the run's engines served them by.
     Prepares this process too. Raises InputError if there are none; `instead` says what to do if the run has no
     engines."""
@@ -73,7 +61,7 @@ def choose_served(root: str, which: str, instead: str) -> ServedWeights:
     stored = read_config(store, chosen.run, revisions)
     if stored.config.retrain is not None:
         raise InputError(f"run {chosen.run!r} trains on stored samples and serves no weights: {instead}")
-    return ServedWeights(store, chosen, revisions, stored)
+    return store, chosen, revisions, stored
 
 
 @contextmanager
@@ -101,10 +89,10 @@ def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:
 def check_engines(root: str, which: str, say: Callable[[str], object]) -> CheckedSync:
     """Compare the engines of a run with the weights of one iteration (`which` as for `evaluate_weights`). The run's
     engines are only asked. Raises InputError if there are no such weights, or they cannot be served here."""
-    weights = choose_served(root, which, "nothing can be compared")
-    store, chosen, stored = weights.store, weights.chosen, weights.stored
+    store, chosen, _, stored = choose_served(root, which, "nothing can be compared")
     digests = _digests(store, chosen, say)
-    running = _running(chosen.run, stored)
+    cluster = process_cluster()
+    running = {} if cluster.local else engines_on(chosen.run, stored.config, cluster)
     if not running:
         check_config(stored.config, store, prepared_stage(store, chosen.run))
     with open_evaluation(chosen.run, store, stored, "sync-check") as context:
@@ -120,8 +108,3 @@ def _digests(store: Root, chosen: Chosen, say: Callable[[str], object]) -> dict[
     except InputError as error:
         say(f"tensors are not named, only digests compared: {error}")
         return None
-
-
-def _running(run: str, stored: StoredConfig) -> Mapping[str, EngineHandle]:
-    cluster = process_cluster()
-    return {} if cluster.local else engines_on(run, stored.config, cluster)

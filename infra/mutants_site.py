@@ -25,7 +25,7 @@ SITE = (
         "site-asks-the-worker",
         "`down` asks the worker to end, which may start a flow run again meanwhile",
         "flows/site/up.py",
-        "end_starter(one) if one.role == _WORKER else end(one)",
+        "end(one, starts=one.role == _WORKER)",
         "end(one)",
         ("tests/flows/site/test_processes.py",),
     ),

@@ -31,15 +31,12 @@ DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 _BENCHES = "Measure parts of Ratchet on this machine."
 _INTERRUPTED = 128 + signal.SIGINT
 
+_HELP = "RL post-training of language models as a durable workflow."
+
 app = App(
-    name="ratchet",
-    help="RL post-training of language models as a durable workflow.",
-    version=VERSION,
-    suppress_keyboard_interrupt=False,
-    print_error=False,
-    exit_on_error=False,
-    result_action="return_value",
-)
+    name="ratchet", help=_HELP, version=VERSION, suppress_keyboard_interrupt=False, print_error=False,
+    exit_on_error=False, result_action="return_value",
+)  # fmt: skip
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:

@@ -180,26 +180,19 @@ def _is_marked(process: psutil.Process, folder: Path) -> bool:
     return False
 
 
-def end(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
-    """End a process and everything it has started: asked first, killed after `grace_s`. True if it was running."""
-    process = find(running)
-    if process is not None:
-        end_tree(process, grace_s)
-    return process is not None
+def end(running: RunningProcess, grace_s: float = _GRACE_S, starts: bool = False) -> bool:
+    """End a process and everything it has started: asked first, killed after `grace_s`. True if it was running.
 
-
-def end_starter(running: RunningProcess, grace_s: float = _GRACE_S) -> bool:
-    """End a process that may start others until its end: killed at once, and what it has started as `end` does.
-
-    A worker that is asked to end may start a flow run again that ended a moment before, and stays alive with it.
+    One that `starts` others until its end is killed at once: a worker that is asked to end may start a flow run again
+    that ended a moment before, and stays alive with it.
     """
     process = find(running)
-    if process is None:
-        return False
-    started = process.children(recursive=True)
-    _kill([process])
-    _end(started, grace_s)
-    return True
+    if process is not None:
+        started = process.children(recursive=True)
+        if starts:
+            _kill([process])
+        _end(started if starts else [process, *started], grace_s)
+    return process is not None
 
 
 def end_tree(process: psutil.Process, grace_s: float = _GRACE_S) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from flows.server.temporary import answers, last_output
 from flows.site import processes
 from flows.site.entries import read_deployments
-from flows.site.processes import HOST, RunningProcess, SiteFolder, SiteRecord, end, end_starter, end_tree, find, strays
+from flows.site.processes import HOST, RunningProcess, SiteFolder, SiteRecord, end, end_tree, find, strays
 from flows.site.reconciling import set_right
 from flows.site.registration import POOL, register, webhook_url
 from storage.errors import InputError, WorkerLost
@@ -109,7 +109,7 @@ def down(folder: SiteFolder) -> Ended:
         record = folder.record()
         ended, gone = [], []
         for one in reversed(record.processes if record else ()):  # the server last
-            was_running = end_starter(one) if one.role == _WORKER else end(one)
+            was_running = end(one, starts=one.role == _WORKER)
             (ended if was_running else gone).append(one.role)
             if record is not None and one.role == _WORKER and running(record, _SERVER):
                 _continue(folder, record)
@@ -190,7 +190,7 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
         if (process := find(worker)) is not None and process.children():
             say("the worker runs an older version of Ratchet, and a flow run: `ratchet up` replaces it once that ended")
         else:
-            end_starter(worker)
+            end(worker, starts=True)
             worker = None
     if worker is None:
         say("starting a worker")

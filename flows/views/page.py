@@ -9,7 +9,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Self
 from uuid import UUID
 
@@ -82,9 +81,7 @@ class LivePage:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._doing, self._percent = f"{self._last} of {self._last} iterations are done", 100.0
         elif isinstance(error, Exception):

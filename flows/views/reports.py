@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Self
 
 from flows.views.curves import store_plot
@@ -80,9 +79,7 @@ class _Tried:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if error is not None:
             first = str(error).strip().partition("\n")[0].rstrip(".")
             self._failed(f"{type(error).__name__}: {first}{_line(error)}")
@@ -159,9 +156,7 @@ class Reports:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         interrupted = not isinstance(error, Exception | None)
         deadline = time.monotonic() + (_INTERRUPTED_SECONDS if interrupted else _LINGER_SECONDS)
         self._files.add(self._writer.flush)

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol
 
 from pydantic import JsonValue
@@ -89,6 +88,7 @@ class Tracker(Protocol):
 
     def begin(self, run: TrackedRun) -> int:
         """Connect; returns the first iteration that is not there yet, 0 for a new run."""
+        ...
 
     def log(self, row: Row) -> None:
         """Store the values of one iteration by the names of their curves. The same row again must change nothing."""
@@ -161,9 +161,7 @@ class _Refusing:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception | SystemExit):
             why = f"{type(error).__name__}: {error}{line_of(error, self._target.place)}"
             fact = f"{_KEY} {self._target.name!r} cannot be imported: {why}"
@@ -182,8 +180,10 @@ class WandbTracker:
 
         self._tracked = run
         settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
-        place = {"project": self._project, "id": run.identity, "name": run.title, "resume": "allow"}
-        self._run = wandb.init(**place, config=dict(run.settings), settings=settings)
+        self._run = wandb.init(
+            project=self._project, id=run.identity, name=run.title, resume="allow", config=dict(run.settings),
+            settings=settings,
+        )  # fmt: skip
         return run.position() if self._run.offline else self._run.step
 
     def log(self, row: Row) -> None:
