@@ -80,6 +80,10 @@ class Adapted:
     place: tuple[int, int]
     in_fp32: bool = False
 
+    def matrices(self, state: SavedState) -> Tensors:
+        """The factors."""
+        return tuple(factor.matrix(state) for factor in self.factors)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Hugging Face name."""
@@ -91,7 +95,7 @@ class Adapted:
             frozen = file.get_tensor(self.stored).to(self.dtype)
         if not self.factors or (lora := state.facts.lora) is None:
             return (frozen,)
-        b, a = (factor.matrix(state) for factor in self.factors)
+        b, a = self.matrices(state)
         return (merged(frozen, b, a, lora.alpha / lora.rank),)
 
 
@@ -120,6 +124,14 @@ class StoredWeights:
         for entry in self.entries:
             for name, tensor in zip(entry.names, entry.tensors(self._state), strict=True):
                 yield name, tensor.contiguous()
+
+    def factors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Factors of the adapters under the names that peft gives them, contiguous."""
+        for entry in self.entries:
+            if isinstance(entry, Adapted) and entry.factors:
+                module = f"base_model.model.{entry.stored.removesuffix('.weight')}"
+                for kind, factor in zip("BA", entry.matrices(self._state), strict=True):
+                    yield f"{module}.lora_{kind}.weight", factor.contiguous()
 
     def _entries(self, stored: str) -> Iterator[Entry]:
         for name, region, axes in self._layers(stored):

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from flows.cli.options import Common, option_name
 from flows.views.evaluations import evaluation_lines
 from flows.views.output import Output, size, some
-from storage.errors import StageFailed
+from storage.errors import InputError, StageFailed
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.export.choice import choose
@@ -59,21 +59,26 @@ def export_command(
     precision: Annotated[
         Precision | None, Parameter(help="Type of the weights; by default that of the trained state.")
     ] = None,
+    adapter: Annotated[
+        bool, Parameter(help="Write the adapters of LoRA alone, as peft loads them.", negative=())
+    ] = False,
     common: Common = Common(),
 ) -> int:
     """Write a trained model as a Hugging Face folder that transformers and vLLM load; needs storage alone, no GPU.
 
     The weights are compared with the digest of those that were served, and the files with what was written.
     """
+    if adapter and precision is not None:
+        raise InputError("--adapter writes factors as they are trained: leave --precision out")
     store = common.store
     chosen, target = choose(store, which), ExportFolder.new(local_or_url(to))
     prepare_process()
     with Output(json=common.json) as output:
         why = f", {chosen.why}" if chosen.why else ""
         output.say(f"exporting iteration {chosen.iteration} of run {chosen.run}{why}")
-        from tasks.export.export import export  # imports torch, and Megatron later
+        from tasks.export.export import export, export_adapter  # import torch, and Megatron later
 
-        made = export(store, chosen, target, precision)
+        made = export_adapter(store, chosen, target) if adapter else export(store, chosen, target, precision)
         output.result(made, list(_exported(made)))
     return 0
 

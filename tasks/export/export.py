@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel
 
 from storage.backends.root import Root
-from storage.errors import DigestMismatch
+from storage.errors import DigestMismatch, InputError
 from storage.layout import STATE
 from storage.manifest import Manifest
 from storage.ownership.scratch import scratch
@@ -31,6 +31,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.views import Served
 from trainer_core.config import Precision
+from trainer_core.lora import LoraConfig
 from trainer_core.platform.platform import prepare
 from trainer_core.state.facts import needed_for_weights
 from trainer_core.state.saved import SavedState
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 4 << 30
 _WRITTEN: dict[Precision, tuple[torch.dtype, str]] = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.md"
 
 
@@ -152,6 +154,44 @@ def export(
     )  # fmt: skip
 
 
+def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported:
+    """Write the adapters of an iteration as a folder that peft loads beside the model that the run began with. Their
+    sum is compared with what was served. Raises InputError: the run trains no adapters, or more than these; else as
+    `export`."""
+    config = stored_config(root, chosen.run)
+    if config.train.experts.bias_update_rate:
+        fact = f"run {chosen.run!r} also moves the biases of routers (train.experts.bias_update_rate)"
+        raise InputError(f"{fact}, which a folder of adapters cannot hold: export without --adapter")
+    with _opened(root, chosen) as (weights, state, _):
+        if (lora := state.facts.lora) is None:
+            raise InputError(f"run {chosen.run!r} trains whole weights, not adapters: leave --adapter out")
+        exported = weights_digest({name: tensor_digest(tensor) for name, tensor in weights})
+        _compare(chosen, exported)
+        kind = _WRITTEN[state.facts.precision][1]
+        planned = [ShardTensor(name, tuple(factor.shape), kind) for name, factor in weights.factors()]
+        target.begin()
+        write_shards(target, {_ADAPTER: planned}, ((name, _bytes(factor)) for name, factor in weights.factors()))
+    _write_card(root, chosen, target, state.facts.precision)
+    target.finish(_json(_adapter_config(lora, config.model.source)), _ADAPTER_CONFIG)
+    return Exported(
+        run=chosen.run,
+        iteration=chosen.iteration,
+        folder=target.shown,
+        precision=state.facts.precision,
+        weights_digest=exported,
+        tensors=len(planned),
+        bytes=sum(tensor.bytes for tensor in planned),
+        files=target.digests,
+    )
+
+
+def _adapter_config(lora: LoraConfig, model: str | None) -> dict[str, object]:
+    """Content of peft's adapter_config.json."""
+    form = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "inference_mode": True}
+    scale = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
+    return {**form, **scale, "lora_dropout": 0.0, "bias": "none"}
+
+
 def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
     """`tensor_digest` by name of the weights of a stored state; raises as `export`, except for the digests."""
     with _opened(root, chosen) as (weights, _state, _model_config):
@@ -181,7 +221,11 @@ def _streamed(
     """Bytes of each tensor; `digests` receives the digest of each tensor as it was served."""
     for name, tensor in weights:
         digests[name] = tensor_digest(tensor)
-        yield name, memoryview(tensor.to(types[name][0]).reshape(-1).view(torch.uint8).numpy())
+        yield name, _bytes(tensor.to(types[name][0]))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def _compare(chosen: Chosen, found: str) -> None:
@@ -202,7 +246,11 @@ def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Pr
     texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
     for name, text in texts.items():
         target.write(name, text)
-    config = stored_config(root, chosen.run)
+    _write_card(root, chosen, target, precision)
+
+
+def _write_card(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision) -> None:
+    config, prepared = stored_config(root, chosen.run), chosen.manifest(Stage.PREPARE, 0)
     lineage = of_weights(root, WORKFLOW, chosen.run, chosen.iteration)
     evaluated = chosen.find(Stage.EVALUATE, chosen.iteration)
     target.write(_CARD, model_card(config, lineage, prepared, evaluated, precision).encode())

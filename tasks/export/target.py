@@ -19,7 +19,7 @@ from tasks.config.environment import resolve, without_secrets
 _LAST = "config.json"
 _MARK = ".unfinished-export"  # present from the first write to the last
 
-_WEIGHTS = re.compile(r"model.*\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors(\.index\.json)?")
 _BLOCK = 1 << 20
 _FAILURES = (OSError, ImportError, ValueError)
 
@@ -74,14 +74,15 @@ class ExportFolder:
         self.write(_MARK, b"")
         del self.digests[_MARK]
         for name in self.names():
-            if name == _LAST or _WEIGHTS.fullmatch(name):
+            if name.endswith(_LAST) or _WEIGHTS.fullmatch(name):
                 self.fs.rm_file(f"{self.path}/{name}")
 
-    def finish(self, config: bytes) -> None:
-        """Read everything back, write config.json and remove the mark. Raises StorageError: a file is damaged."""
+    def finish(self, config: bytes, last: str = _LAST) -> None:
+        """Read everything back, write config.json, or the file in its place, and remove the mark. Raises
+        StorageError: a file is damaged."""
         self._check(list(self.digests))
-        self.write(_LAST, config)
-        self._check([_LAST])
+        self.write(last, config)
+        self._check([last])
         self.fs.rm_file(f"{self.path}/{_MARK}")
 
     def names(self) -> list[str]:

@@ -58,9 +58,12 @@ def merged(weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float)
     """`weight` (out, in) + scale * `b` (out, r) @ `a` (r, in), in the weight's type. Products are added in fp32 one by
     one, so that any rows and columns of the sum are the same bits wherever they are computed: on every layout and
     device, and at an export. A matrix product would add them in an order of its own."""
-    scaled, a = b.float() * scale, a.float()
-    total = scaled[:, :1] * a[:1]  # (out, in)
-    for column, row in zip(scaled.T[1:], a[1:], strict=True):
+    if weight.is_cuda:
+        from trainer_core.model import merge_kernel  # imports Triton
+
+        return merge_kernel.merged(weight, b, a, scale)
+    total = torch.zeros(weight.shape, device=weight.device)
+    for column, row in zip((b.float() * scale).T, a.float(), strict=True):
         total += column[:, None] * row
     return total.add_(weight).to(weight.dtype)
 

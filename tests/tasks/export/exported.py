@@ -60,18 +60,18 @@ def settings(precision: str, parallel: ParallelConfig) -> TrainerConfig:
     )
 
 
-def config_of(model: str) -> RunConfig:
+def config_of(model: str, **train) -> RunConfig:
     document = {
         "model": {"source": model},
         "data": {"generate": {}},
-        "train": {"max_length": 64, "optimizer": {"learning_rate": 1e-3}},
+        "train": {"max_length": 64, "optimizer": {"learning_rate": 1e-3}, **train},
     }
     return parse_config(document, "test")
 
 
-def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weights_digest) -> None:
+def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weights_digest, **train) -> None:
     """Put the model and its state into a root as iterations 0 and 1 of a run; only iteration 0 is evaluated."""
-    root, config = open_root(url), config_of(str(folder / "model"))
+    root, config = open_root(url), config_of(str(folder / "model"), **train)
     digest = record_config(root, run, config)
     names = sorted(path.name for path in (folder / "model").iterdir())
 

@@ -214,6 +214,16 @@ def test_recomputed_layers_have_the_same_gradients(walks, tmp_path):
     assert [each["grad_norm"] for each in other["reports"]] == [each["grad_norm"] for each in one["reports"]]
 
 
+@pytest.mark.slow
+def test_overlapped_gathers_reach_the_adapters(walks, tmp_path):
+    """They are waited for at the modules whose parameters they bring, and a layer computes with its adapter's."""
+    model, _, one = walks("qwen3")
+    overlap = MegatronConfig(overlap_grad_reduce=True, overlap_param_gather=True)
+    other = run_trainers(model, settings("qwen3", "dp2", megatron=overlap), train, str(tmp_path))[0]
+    for left, right in zip(one["reports"], other["reports"], strict=True):
+        assert all(left[name] == pytest.approx(right[name], rel=2e-5, abs=2e-7) for name in ("loss", "grad_norm"))
+
+
 def refused(trainer, folder):
     from storage.errors import InputError
 
