@@ -165,8 +165,7 @@ def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported
     with _opened(root, chosen) as (weights, state, _):
         if (lora := state.facts.lora) is None:
             raise InputError(f"run {chosen.run!r} trains whole weights, not adapters: leave --adapter out")
-        exported = weights_digest({name: tensor_digest(tensor) for name, tensor in weights})
-        _compare(chosen, exported)
+        _compare(chosen, served := weights_digest({name: tensor_digest(tensor) for name, tensor in weights}))
         kind = _WRITTEN[state.facts.precision][1]
         planned = [ShardTensor(name, tuple(factor.shape), kind) for name, factor in weights.factors()]
         target.begin()
@@ -178,7 +177,7 @@ def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported
         iteration=chosen.iteration,
         folder=target.shown,
         precision=state.facts.precision,
-        weights_digest=exported,
+        weights_digest=served,
         tensors=len(planned),
         bytes=sum(tensor.bytes for tensor in planned),
         files=target.digests,
