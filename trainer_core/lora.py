@@ -15,7 +15,7 @@ _DENSE = ("gate_proj", "up_proj", "down_proj")
 class LoraConfig(Frozen):
     """Low-rank adapters, which are trained beside the model's frozen weights. Engines and exports get the sum."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(ge=1)
     """Rank of the product that is added to a matrix. Any rank fits every layout."""
     alpha: float = Field(default=32.0, gt=0)
     """The product is multiplied by `alpha / rank`."""

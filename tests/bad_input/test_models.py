@@ -159,11 +159,14 @@ SETTINGS = {
         ["train.experts.auxiliary_loss has no effect with a model without experts"],
     ),
     "a target of LoRA": (
-        ["train.lora.targets=['q_proj','kv_b_proj']"],
+        ["train.lora.rank=4", "train.lora.targets=['q_proj','kv_b_proj']"],
         ['train.lora.targets has "kv_b_proj", which is no matrix', "use names of self_attn.q_proj"],
     ),
-    "no target of LoRA": (["train.lora.targets=[]"], ["train.lora.targets", "an empty target names no matrix"]),
-    "dropout of LoRA": (["train.lora.dropout=0.1"], ["train.lora.dropout"]),
+    "no target of LoRA": (
+        ["train.lora.rank=4", "train.lora.targets=[]"],
+        ["train.lora.targets", "an empty target names no matrix"],
+    ),
+    "dropout of LoRA": (["train.lora.rank=4", "train.lora.dropout=0.1"], ["train.lora.dropout"]),
     "fused gradients of LoRA": (
         ["train.lora.rank=4", "train.megatron.gradient_accumulation_fusion=true"],
         ["with lora weights have no gradients", "leave megatron.gradient_accumulation_fusion out"],
