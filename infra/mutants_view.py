@@ -40,14 +40,6 @@ VIEW = (
         _TESTS,
     ),
     Mutant(
-        "view-takes-orders",
-        "the viewer answers requests that are to change something",
-        _SERVER,
-        'if request.method not in ("GET", "HEAD"):',
-        'if request.method == "POST":',
-        _TESTS,
-    ),
-    Mutant(
         "view-runs-markup",
         "markup in a sample becomes markup of the page",
         _PAGES,
