@@ -20,6 +20,7 @@ from infra.mutants_ahead import AHEAD
 from infra.mutants_closed import CLOSED
 from infra.mutants_endpoint import ENDPOINT
 from infra.mutants_engine import ENGINE
+from infra.mutants_environments import ENVIRONMENTS
 from infra.mutants_evaluate import EVALUATE
 from infra.mutants_face import FACE
 from infra.mutants_families import FAMILIES
@@ -63,6 +64,7 @@ MUTANTS = (
     *ROWS,
     *SAMPLING,
     *EVALUATE,
+    *ENVIRONMENTS,
     *FACE,
     *FAMILIES,
     *INPUTS,

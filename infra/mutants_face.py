@@ -87,12 +87,4 @@ FACE = (
         "if function is None:",
         _ENVIRONMENTS,
     ),
-    Mutant(
-        "environment-goes-on",
-        "the single turn is not done after its answer",
-        "tasks/environments/single_turn.py",
-        ".reward, True",
-        ".reward, False",
-        _ENVIRONMENTS,
-    ),
 )

@@ -32,7 +32,7 @@ REWARDS = (
         "reward-survives-its-owner",
         "what a reward function has started stays when the run is killed",
         "tasks/rewards/worker.py",
-        "    _killed_with_descendants(None)\n",
+        "    killed_with_descendants(None)\n",
         "",
         _POOL,
     ),

@@ -17,7 +17,7 @@ _WORK = rf"manifests/{_SIX}/{_STAGE}\.r{_NUMBER}"
 _MANIFEST = re.compile(rf"{_WORK}\.json", re.ASCII)
 _ATTEMPT = re.compile(rf"{_WORK}\.attempt-{_NUMBER}\.json", re.ASCII)
 _PIECE = re.compile(rf"{_WORK}\.pieces/[\w.-]+\.json", re.ASCII)
-_INCREMENT = re.compile(rf"({_WORK})\.increments/([\w.-]+)\.\d{{5,}}\.json", re.ASCII)
+_INCREMENT = re.compile(rf"({_WORK})\.(?:increments|turns)/([\w.-]+)\.\d{{5,}}\.json", re.ASCII)
 _RETIRED = re.compile(rf"{_WORK}\.retired\.json", re.ASCII)
 
 _EXCHANGE = re.compile(r"exchanges/[0-9a-f]+\.json", re.ASCII)
@@ -107,9 +107,16 @@ def is_piece(key: str) -> bool:
     return _PIECE.fullmatch(key.partition("/")[2]) is not None
 
 
-def increment_key(piece: str, number: int) -> str:
-    """Record of tokens by which responses of the piece with that key have grown, which is durable before the piece."""
-    return f"{piece.replace('.pieces/', '.increments/').removesuffix('.json')}.{number:05d}.json"
+def increment_key(piece: str, number: int, turns: bool = False) -> str:
+    """Record of tokens by which responses of the piece with that key have grown, or of `turns` of its conversations,
+    which is durable before the piece."""
+    kind = ".turns/" if turns else ".increments/"
+    return f"{piece.replace('.pieces/', kind).removesuffix('.json')}.{number:05d}.json"
+
+
+def is_of_turns(key: str) -> bool:
+    """True if the key of an increment is that of a record of turns."""
+    return key.rpartition("/")[0].endswith(".turns")
 
 
 def piece_of_increment(key: str) -> str | None:

@@ -1,11 +1,12 @@
 """Stages in progress: attempts at them, pieces, which are durable before the whole stage is, and increments of the
-responses of a piece, which are durable before the piece is.
+responses of a piece, or turns of its conversations, which are durable before the piece is.
 
-So a crash costs only what was sampled since the last increment.
+So a crash costs only what was sampled since the last increment, or the turn that was open.
 """
 
 import base64
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, JsonValue
 
 from storage import layout, records
 from storage.backends.root import Root
@@ -28,6 +29,8 @@ class PieceRecord(BaseModel, frozen=True, extra="forbid"):
 
     format_version: Literal[1] = 1  # version of this record's own format
     part: Part  # the part that is done
+    scores: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
+    """Scores of its rows where environments gave them; no other piece has the key."""
 
 
 def find_piece(writer: PartWriter, name: str) -> Part | None:
@@ -38,10 +41,16 @@ def find_piece(writer: PartWriter, name: str) -> Part | None:
         return None
 
 
-def keep_piece(writer: PartWriter, name: str, part: Part) -> Part:
-    """Record `part` as piece `name`; returns the part of the first writer."""
-    key = piece_key(writer, name)
-    return part if records.publish(writer.root, key, PieceRecord(part=part)) else read_piece(writer.root, key)
+def find_scores(writer: PartWriter, name: str) -> tuple[dict[str, JsonValue], ...]:
+    """The scores that were kept with the piece `name`."""
+    return records.read(writer.root, piece_key(writer, name), PieceRecord).scores
+
+
+def keep_piece(writer: PartWriter, name: str, part: Part, scores: Sequence[dict[str, JsonValue]] = ()) -> Part:
+    """Record `part` as piece `name`, with the scores of its rows if it has them; returns the part of the first
+    writer."""
+    key, record = piece_key(writer, name), PieceRecord(part=part, scores=tuple(scores))
+    return part if records.publish(writer.root, key, record) else read_piece(writer.root, key)
 
 
 class Grown(NamedTuple):
@@ -82,21 +91,60 @@ class IncrementRecord(BaseModel, frozen=True, extra="forbid"):
             yield Grown(row, first, tokens[end - length : end], logprobs[end - length : end])
 
 
+class TurnEvent(BaseModel, frozen=True, extra="forbid"):
+    """An event of a conversation. A call of an environment is recorded before it is made, and its result after it."""
+
+    row: int  # place of the sample in its piece
+    kind: Literal["begun", "called", "told", "failed"]
+    messages: tuple[dict[str, JsonValue], ...] | None = None  # of the observation, if there is one
+    tools: tuple[dict[str, JsonValue], ...] = ()  # definitions that the policy was given
+    answer: IncrementRecord | None = None  # answer of the policy, which the environment is called with
+    finish_reason: str = ""  # end of that answer
+    reward: float | None = None
+    done: bool = False
+    seconds: float = 0.0  # time that the environment took
+    state: str | None = None  # text from which the environment can be loaded, if it gives one
+    goes_on: bool = False  # True if it can go on in another process; of a failure, if the turns before it count
+    reason: str = ""  # of a failure
+    detail: str = ""  # of a failure, in words
+
+
+class TurnsRecord(BaseModel, frozen=True, extra="forbid"):
+    """Record of events of the conversations of a piece in progress."""
+
+    format_version: Literal[1] = 1  # version of this record's own format
+    events: tuple[TurnEvent, ...]
+
+
 def find_increments(root: Root, piece: str) -> list[IncrementRecord]:
     """Increments that were kept of the piece with the key `piece`, in order."""
-    found: list[IncrementRecord] = []
+    return _numbered(root, partial(layout.increment_key, piece), IncrementRecord)
+
+
+def find_turns(root: Root, piece: str) -> list[TurnsRecord]:
+    """Events of conversations that were kept of the piece with the key `piece`, in order."""
+    return _numbered(root, partial(layout.increment_key, piece, turns=True), TurnsRecord)
+
+
+def read_increment(root: Root, key: str) -> IncrementRecord | TurnsRecord:
+    """The record at the key of an increment; raises as `records.read`."""
+    return records.read(root, key, TurnsRecord if layout.is_of_turns(key) else IncrementRecord)
+
+
+def _numbered[M: BaseModel](root: Root, key: Callable[[int], str], kind: type[M]) -> list[M]:
+    found: list[M] = []
     for number in itertools.count():
         try:
-            found.append(records.read(root, layout.increment_key(piece, number), IncrementRecord))
+            found.append(records.read(root, key(number), kind))
         except NotCommitted:
             break
     return found
 
 
-def keep_increment(root: Root, piece: str, number: int, record: IncrementRecord) -> int:
+def keep_increment(root: Root, piece: str, number: int, record: IncrementRecord | TurnsRecord) -> int:
     """Record increments of the piece with the key `piece` under `number`, or the next one that is free; returns the
     number that follows."""
-    key = partial(layout.increment_key, piece)
+    key = partial(layout.increment_key, piece, turns=isinstance(record, TurnsRecord))
     number = _publish_numbered(root, key, record, number)
     reached(Point.MID_RESPONSE, key(number))
     return number + 1

@@ -20,6 +20,7 @@ from tasks.data.models import count_parameters, open_model, parameters_in
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
 from tasks.data.token_bytes import token_bytes
 from tasks.data.values import Keyed
+from tasks.environments.checking import check_environment
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.objective import check_engine, check_objective
 from tasks.preflight import check_continued, check_model
@@ -50,7 +51,7 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     else:
         check_continued(config, root, Prepared(prepared))
         _check_kept(config, root, prepared, "the run's model")
-        if config.retrain is None and "train.arrow" in prepared.part_names:
+        if config.retrain is None and config.environment is None and "train.arrow" in prepared.part_names:
             stored = Keyed(prepared.digest, (root, prepared))
             calls = _call_stored(config.reward.model_dump_json(), _texts(config.reward), stored)
             check_components([call.score for call in calls], config.evaluate.passing, "evaluate.pass")
@@ -64,7 +65,8 @@ def check_content(config: RunConfig) -> None:
 
 def reward_calls(config: RunConfig) -> tuple[Call, ...]:
     """Calls of a new run's reward on a few records, if `reward.try`. Raises InputError: too many have no score."""
-    return _reward_calls(config.model_dump_json(), _texts(config.reward))
+    played = config.environment is not None
+    return () if played else _reward_calls(config.model_dump_json(), _texts(config.reward))
 
 
 def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
@@ -107,7 +109,8 @@ def _check_content(document: str, device: Device) -> None:
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
-    check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
+    if config.environment is None:
+        check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
 
 
 def _texts(section: RewardSection) -> tuple[str | None, ...]:
@@ -141,7 +144,10 @@ def _call_stored(reward: str, _: tuple[str | None, ...], stored: Keyed[tuple[Roo
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
-    check_reward(config.reward)
+    if config.environment is None:
+        check_reward(config.reward)
+    else:
+        check_environment(config)
     check_objective(config.train.policy)
     if config.retrain is None:
         check_engine(config.engine)

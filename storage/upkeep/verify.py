@@ -27,7 +27,7 @@ from storage.parallel import each
 from storage.parts import is_intact, read_part_buffer
 from storage.revisions import FIRST, uncopied
 from storage.selection import SOURCES, Source, read_sources
-from storage.unfinished import Attempt, IncrementRecord
+from storage.unfinished import Attempt, read_increment
 from storage.upkeep.catalog import Contents, names, survey
 
 _READERS = 4
@@ -129,7 +129,7 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     findings = [_damaged(one.key, one.reason) for one in unreadable]
     asked = _unreadable(root.keys(layout.exchange_folder(run)), lambda key: records.read(root, key, Exchange))
     attempts = _unreadable(recorded.attempts, lambda key: records.read(root, key, Attempt))
-    grown = _unreadable(recorded.increments, lambda key: records.read(root, key, IncrementRecord))
+    grown = _unreadable(recorded.increments, lambda key: read_increment(root, key))
     return stored, [*findings, *flaws, *asked, *attempts, *grown]
 
 

@@ -37,7 +37,7 @@ class RewardFunction(Section):
     @field_validator("arguments")
     @classmethod
     def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
-        return _by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}")
+        return by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}")
 
 
 _TRY = (
@@ -84,7 +84,7 @@ class RewardSection(_Tried):
     @field_validator("arguments")
     @classmethod
     def _no_secrets(cls, arguments: Arguments) -> Arguments:
-        return _by_reference(arguments, "reward.arguments")
+        return by_reference(arguments, "reward.arguments")
 
     @model_validator(mode="after")
     def _one_form(self) -> "RewardSection":
@@ -110,7 +110,8 @@ class RewardSection(_Tried):
         return self.functions or (RewardFunction.model_construct(name="", weight=1.0, **given),)
 
 
-def _by_reference(arguments: Arguments, place: str) -> Arguments:
+def by_reference(arguments: Arguments, place: str) -> Arguments:
+    """The arguments. Raises ValueError: one looks like a secret, and is not given by reference."""
     if found := list(literal_secrets(arguments, place)):
         fact = f"{' and '.join(found)} would be stored with the run, and looks like a secret"
         raise ValueError(f'{fact}: give it by reference, as "env:NAME", and export NAME')

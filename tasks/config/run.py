@@ -10,6 +10,7 @@ from storage.ids import check_run_name
 from tasks.config.data import DataSection
 from tasks.config.keys import NONE, decided
 from tasks.config.model import ModelSection
+from tasks.config.playing import EnvironmentSection
 from tasks.config.report import ReportSection
 from tasks.config.retrain import RetrainSection
 from tasks.config.reward import RewardSection
@@ -232,6 +233,10 @@ class RunConfig(Section):
     warmup: Annotated[WarmupSection, decides("prepare", "train")] = WarmupSection()
     rollout: Annotated[RolloutSection, decides("rollout")] = RolloutSection()
     reward: Annotated[RewardSection, decides("reward", "rescore", "evaluate")] = RewardSection()
+    # runs without one do not have the key in their meaning
+    environment: Annotated[EnvironmentSection | None, decides("rollout", "reward")] = Field(
+        default=None, exclude_if=operator.not_
+    )
     train: Annotated[TrainerConfig, decides("train")]
     sync: Annotated[SyncSection, RUNTIME] = SyncSection()
     evaluate: Annotated[EvaluateSection, RUNTIME] = EvaluateSection()
@@ -310,6 +315,9 @@ def _because(why: str, holds: Callable[[RunConfig], bool]) -> Callable[[RunConfi
     return lambda config: why if holds(config) else None
 
 
+_PLAYED = "[environment], which gives the rewards"
+
+
 def _off(config: RunConfig) -> str | None:
     if config.evaluate.every:
         return None
@@ -326,6 +334,10 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     Unused("train.policy.loss.best", _with_samples(1)),
     Unused("train.policy.loss.pairs", _with_samples(2)),
     Unused("train.policy.most_groups", _all_groups),
+    *(
+        Unused(f"reward.{name}", _because(_PLAYED, lambda c: c.environment is not None))
+        for name in ("function", "functions", "arguments", "weights", "batch", "deadline_s", "processes")
+    ),
     Unused("engine.own_process", _split),
     Unused("engine.tensor", _because(_ONE_PROCESS, lambda c: c.engine.function is not None)),
     Unused("engine.source", _because("engine.function not given", lambda c: c.engine.function is None)),

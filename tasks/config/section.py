@@ -13,8 +13,8 @@ LARGEST = 2**31 - 1
 """Largest whole number: stored tables count in int32, and NumPy takes seeds of 32 bits, raised by ranks and steps."""
 LONGEST_S = 1e8  # longest deadline, seconds: three years. The operating system's own limit is a few hundred
 COLDEST = 0.01  # the lowest temperature that vLLM samples at; it raises a lower one without a word that reaches the run
-_FREE = re.compile(r"reward\.(functions\[\d+\]\.)?arguments\b")
-"""Keys below belong to the reward function, which alone knows the values that it can use."""
+_FREE = re.compile(r"(reward\.(functions\[\d+\]\.)?|environment\.)arguments\b")
+"""Keys below belong to the user's function, which alone knows the values that it can use."""
 
 
 class Section(BaseModel):

@@ -3,14 +3,13 @@
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from storage.errors import InputError
-from tasks.environments.protocol import Environment, Observation
+from tasks.environments.protocol import Environment, Observation, Turn
 from tasks.rewards.words import described, shown
-from trainer_core.user_code import find_function
+from trainer_core.user_code import UserFunction, find_function
 
 GROUP = "ratchet.environments"  # entry points by which an installed package offers environments
 
@@ -18,22 +17,22 @@ _CALLS = {"reset": "async def reset(self, record, seed)", "step": "async def ste
 _TRIPLE = "(observation, reward, done)"
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One answer of the model and its consequences."""
-
-    observation: Observation  # the observation that the model answered
-    action: str
-    reward: float | None  # None if the answer could not be judged
-
-
 def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> Environment:
     """Make an environment of the class `name` (`file.py:Class`, `package.module:Class`, or an entry point of the group
     `ratchet.environments`) with the arguments. Raises InputError: it cannot be found, imported or made, or lacks a
     method of the protocol."""
-    found = find_function(name, "environment", GROUP)
+    return made_by(find_environment(name), arguments or {})
+
+
+def find_environment(name: str) -> UserFunction:
+    """The place of the class called `name`; nothing is imported. Raises InputError: as `find_function`."""
+    return find_function(name, "environment.function", GROUP)
+
+
+def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment:
+    """The same of a class that was found."""
     try:
-        made = found.load().function(**(arguments or {}))
+        made = found.load().function(**arguments)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
     for method, form in _CALLS.items():
@@ -46,19 +45,34 @@ async def play(
 ) -> list[Turn]:
     """Play one conversation to its end. `act` gives an answer to an observation; `limit` is the largest number of
     turns. Raises InputError: the environment raises, returns another form, or is not done within the limit."""
-    observation = _checked(environment, "reset", await _called(environment, environment.reset, record, seed))
+    observation = await begun(environment, record, seed)
     turns: list[Turn] = []
     while len(turns) < limit:
         action = act(observation)
-        following, reward, done = _triple(environment, await _called(environment, environment.step, action))
+        following, reward, _ = await stepped(environment, action)
         turns.append(Turn(observation, action, reward))
-        if done:
+        if following is None:
             return turns
-        observation = _checked(environment, "step", following)
+        observation = following
     raise InputError(f"{_place(environment, 'step')} is not done after {limit} turns")
 
 
-async def _called(environment: Environment, method: Callable[..., Awaitable[Any]], *values: object) -> Any:
+async def begun(environment: Environment, record: Mapping[str, Any], seed: int) -> Observation:
+    """The first observation, checked. Raises InputError: the environment raises, or gives no observation."""
+    return _checked(environment, "reset", await called(environment, environment.reset, record, seed))
+
+
+async def stepped(environment: Environment, action: str) -> tuple[Observation | None, float | None, bool]:
+    """The answer to an action, checked; its observation is None if, and only if, the conversation is done. Raises
+    InputError: the environment raises, or gives something else."""
+    following, reward, done = _triple(environment, await called(environment, environment.step, action))
+    if done and following is not None:
+        raise InputError(f"{_place(environment, 'step')} speaks after it is done: {shown(following)}; return None")
+    return None if done else _checked(environment, "step", following), reward, done
+
+
+async def called(environment: Environment, method: Callable[..., Awaitable[Any]], *values: object) -> Any:
+    """The result of a method. Raises InputError: it raises, with the line of the user's file."""
     try:
         return await method(*values)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything

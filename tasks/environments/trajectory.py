@@ -41,10 +41,6 @@ class Trajectory:
         """Append what the policy has sampled after all tokens before it."""
         self._append(answer, {"role": ASSISTANT, "finish_reason": answer.finish_reason, **more})
 
-    def amend(self, **more: Any) -> None:
-        """Give the last turn further fields."""
-        self.turns[-1] |= more
-
     @property
     def answers(self) -> int:
         """Turns of the policy."""

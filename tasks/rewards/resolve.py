@@ -69,10 +69,10 @@ def own_function(target: Target) -> Callable[..., Any]:
     return vars(importlib.import_module(target.place))[target.attribute]
 
 
-def values_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(arguments: Mapping[str, Any], key: str = "reward.arguments") -> dict[str, Any]:
     """The arguments with each `env:NAME` replaced by that variable of this process's environment. Raises InputError: a
     variable is not set."""
-    return {name: resolve(value, f"reward.arguments.{name}") for name, value in arguments.items()}
+    return {name: resolve(value, f"{key}.{name}") for name, value in arguments.items()}
 
 
 def variables_of(arguments: JsonValue) -> Iterator[str]:

@@ -86,7 +86,7 @@ class Scorer:
 
     def end(self) -> str:
         """The end of the process, in words; it is killed, with everything that it started, if it runs."""
-        code = _killed_with_descendants(self.pid)
+        code = killed_with_descendants(self.pid)
         os.set_blocking(self._said, False)
         with suppress(BlockingIOError):
             self._last += os.read(self._said, _CHUNK)
@@ -194,7 +194,7 @@ def main() -> None:
                 answer = _line(status="refused", detail=str(reason))
             _write(1, answer)
             given = _next_line()
-    _killed_with_descendants(None)
+    killed_with_descendants(None)
 
 
 def _next_line() -> bytes:
@@ -223,7 +223,7 @@ def _line(**values: Any) -> bytes:
     return f"{json.dumps(values)}\n".encode()
 
 
-def _killed_with_descendants(pid: int | None) -> int:
+def killed_with_descendants(pid: int | None) -> int:
     """Kill everything below this process until nothing is left; the exit code of `pid`, negative for a signal."""
     code, until = 0, time.monotonic() + _PATIENCE_S
     while time.monotonic() < until:

@@ -1,21 +1,23 @@
 """Stage `reward`: every stored response gets a score, or a record of why it has none."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import numpy as np
 from pydantic import JsonValue
 
 from storage.exchanges import RunExchanges
-from storage.parts import read_table
+from storage.parts import read_part, read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from storage.turns import with_finish_reasons
 from tasks.config.evaluation import SCORED_BY, SOURCE
-from tasks.rewards.scoring import equal_groups, score_responses
+from tasks.environments.scores import read_scores
+from tasks.rewards.scoring import Scores, equal_groups, score_responses
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.scored import REPLACED, accepted, metrics, responses_of, scored_by, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.views import Prepared, Rewards, Rollouts
+from tasks.stages.views import ENVIRONMENT, SCORES, Prepared, Rewards, Rollouts
 
 _NEEDED = ["prompt_id", "sample_id", "response_tokens", "turns"]
 
@@ -27,7 +29,9 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     table = with_finish_reasons(read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED))
     records = records_of(prompts(work.context, prepared, "train"))
     responses = responses_of(table, text_codec(work.context, prepared), records, work.iteration)
-    scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
+    exchanges = RunExchanges(work.root, work.writer.run)
+    own = work.config.environment is None
+    scored = score_responses(section, responses, exchanges=exchanges) if own else _played(work, rollouts)
     scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
     result = with_scores(table, scores, REWARD)
     mean = np.mean(result["reward"].drop_null().to_numpy())
@@ -37,6 +41,13 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
         facts=_facts(work, scored.sources),
         metrics={"reward_mean": float(mean), "equal_groups": equal_groups(result), **metrics(scores)},
     )
+
+
+def _played(work: Work, rollouts: Rollouts) -> Scores:
+    """The scores that environments gave, which are stored with the rollout."""
+    sources = rollouts.manifest.facts.get(ENVIRONMENT)
+    found = read_scores(read_part(work.root, rollouts.manifest.part(SCORES)))
+    return Scores([one.score for one in found], cast(Mapping[str, str], sources))
 
 
 def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:

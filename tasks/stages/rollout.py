@@ -5,14 +5,16 @@ derived from its place in the run, so that a piece generated again requests the 
 """
 
 import hashlib
+import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import JsonValue
 
 from storage.digest import value_digest
 from storage.errors import StageFailed
@@ -20,19 +22,24 @@ from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.turns import finish_reasons, of_each_token, one_turn, sampled_lengths
-from storage.unfinished import find_piece, keep_piece, piece_key
+from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
 from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Every, Sampling, token_rows
+from tasks.environments.conversation import Played, Task
+from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
+from tasks.stages.conversations import environment_source, play
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
-from tasks.stages.prepared import prompts, shares, text_codec
+from tasks.stages.prepared import prompts, records_of, shares, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.views import Prepared, Rollouts, Served
+from tasks.stages.views import ENVIRONMENT, SCORES, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 
+WORLD = -1
+"""Number of the sample that stands for the environment, which is the same for all samples of a prompt."""
 _SAMPLED = ["response_tokens", "logprobs", "turns"]
 
 
@@ -42,13 +49,16 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
     `before`, or the first ones, with the served weights."""
     engines = ensure_served(work.context, prepared, served)
     work.context.sampling()
-    sampler = _Sampler(work, served, before.cursor, sampling(work, prepared))
+    sampler = _Sampler(work, prepared, served, before.cursor, sampling(work, prepared))
     groups = drawn(work, prepared, before.cursor)
     clock = time.perf_counter()
     pieces = sampler.pieces(engines, groups, _Tally(work, clock).count)
     seconds = time.perf_counter() - clock
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
-    repeated = {} if kept is None else sampler.sample_again(engines, pieces[kept], groups[kept])
+    repeated = (
+        {} if kept is None or work.config.environment else sampler.sample_again(engines, pieces[kept], groups[kept])
+    )
+    scores = sampler.scores(groups)
     samples = pa.concat_tables([piece.table for piece in pieces])
     _check_rows(samples, groups, work.config.rollout.samples)
     ahead = work.config.rollout.ahead
@@ -56,9 +66,13 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
         work.context.outbox.settle()
     stale = {"staleness": float(work.iteration - 1 - served.weight_version)} if ahead else {}
     return StageOutput(
-        parts=tuple(piece.part for piece in pieces),
+        parts=(*(piece.part for piece in pieces), *scores),
         schema_fingerprint=fingerprint(ROLLOUT),
-        facts={"cursor": before.cursor + work.config.rollout.prompts, "weight_version": served.weight_version},
+        facts={
+            "cursor": before.cursor + work.config.rollout.prompts,
+            "weight_version": served.weight_version,
+            **({ENVIRONMENT: sources} if (sources := environment_source(work.config)) else {}),
+        },
         metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale},
     )
 
@@ -164,6 +178,7 @@ class _Sampler:
     """The sampling of one rollout, piece by piece."""
 
     work: Work
+    prepared: Prepared
     served: Served
     cursor: int  # prompts drawn before
     how: Sampling
@@ -173,21 +188,32 @@ class _Sampler:
         pieces = {index: told(piece) for index, one in enumerate(groups) if (piece := self._kept(one)) is not None}
         missing = [index for index in range(len(groups)) if index not in pieces]
 
-        def store(number: int, completions: pa.RecordBatch) -> None:
+        def store(number: int, found: Mapping[str, pa.Array], scores: Sequence[dict[str, JsonValue]] = ()) -> None:
             index = missing[number]
-            pieces[index] = told(self._store(index, groups[index], self._table(groups[index], completions)))
+            pieces[index] = told(self._store(index, groups[index], self._table(groups[index], found), scores))
 
         wanted = [groups[index] for index in missing]
-        self._sample(engines, wanted, store, Growth(self.work.root, [self._key(one) for one in wanted]))
+        if self.work.config.environment is not None:
+            self._play(engines, wanted, store)
+        else:
+            growth = Growth(self.work.root, [self._key(one) for one in wanted])
+            self._sample(engines, wanted, lambda number, found: store(number, self._answers(found)), growth)
         return [pieces[index] for index in range(len(groups))]
 
     def _kept(self, groups: Groups) -> Piece | None:
         kept = find_piece(self.work.writer, self._name(groups))
         return None if kept is None else Piece(kept, self._stored(kept), kept=True)
 
-    def _store(self, index: int, groups: Groups, table: pa.Table) -> Piece:
+    def scores(self, groups: list[Groups]) -> list[Part]:
+        """The part with the rewards that environments gave; none without environments."""
+        if self.work.config.environment is None:
+            return []
+        found = [score for one in groups for score in find_scores(self.work.writer, self._name(one))]
+        return [self.work.writer.write_bytes(SCORES, json.dumps(found).encode())]
+
+    def _store(self, index: int, groups: Groups, table: pa.Table, scores: Sequence[dict[str, JsonValue]]) -> Piece:
         part = self.work.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
-        first = keep_piece(self.work.writer, self._name(groups), part)
+        first = keep_piece(self.work.writer, self._name(groups), part, scores)
         return Piece(first, table if first == part else self._stored(first), kept=False)
 
     def _name(self, groups: Groups) -> str:
@@ -196,7 +222,8 @@ class _Sampler:
         The run's configuration and its prompts are fixed; what may change between two starts is in the digest.
         """
         first = groups.position - self.cursor
-        decides = [self.served.digest, self.work.config.engine.precision]
+        played = environment_source(self.work.config).values()
+        decides = [self.served.digest, self.work.config.engine.precision, *played]
         return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"
 
     def _key(self, groups: Groups) -> str:
@@ -212,7 +239,7 @@ class _Sampler:
         the same samples for the same seeds.
         """
         again: list[pa.Table] = []
-        self._sample(engines, [groups], lambda _, found: again.append(self._table(groups, found)))
+        self._sample(engines, [groups], lambda _, found: again.append(self._table(groups, self._answers(found))))
         before, after = (table.select(_SAMPLED).combine_chunks() for table in (kept.table, *again))
         equal = sum(before.slice(row, 1).equals(after.slice(row, 1)) for row in range(before.num_rows))
         return {"sampled_again": float(before.num_rows), "sampled_again_equal": float(equal)}
@@ -234,6 +261,34 @@ class _Sampler:
         told, version = self.work.context.go_on, self.served.weight_version
         sample(engines, batches, self.how, ready, ahead, lambda _: told(), version, growing)
 
+    def _play(self, engines: list[EngineHandle], groups: list[Groups], store: Callable[..., None]) -> None:
+        work, codec = self.work, text_codec(self.work.context, self.prepared)
+        tasks = [(self._key(one), self._tasks(one)) for one in groups]
+
+        def ready(number: int, played: list[Played]) -> None:
+            columns = columns_of([one.trajectory for one in played])
+            store(number, columns, [one.score.document() for one in played])
+
+        version = self.served.weight_version
+        play(work.root, engines, version, work.config, codec, self.how, tasks, ready, work.context.go_on)
+
+    def _tasks(self, groups: Groups) -> list[Task]:
+        seed, again, samples = self.work.config.run.seed, _reseeded(self.work), self.work.config.rollout.samples
+        repeated, records = self._repeated(groups), records_of(groups.prompts)
+        worlds = [sample_seed(seed, place, WORLD, again) for place in groups.positions for _ in range(samples)]
+        rows = zip(
+            repeated["prompt_id"].to_pylist(),
+            groups.sample_ids(samples).tolist(),
+            token_rows(repeated["prompt_tokens"]),
+            self._seeds(groups),
+            worlds,
+            strict=True,
+        )
+        return [
+            Task(row, name, sample, records[name], prompt, own, world)
+            for row, (name, sample, prompt, own, world) in enumerate(rows)
+        ]
+
     def _repeated(self, groups: Groups) -> pa.Table:
         """The prompts with a row for each sample."""
         return groups.prompts.take(np.repeat(np.arange(groups.prompts.num_rows), self.work.config.rollout.samples))
@@ -243,20 +298,26 @@ class _Sampler:
         samples = range(config.rollout.samples)
         return [sample_seed(config.run.seed, place, one, again) for place in groups.positions for one in samples]
 
-    def _table(self, groups: Groups, completions: pa.RecordBatch) -> pa.Table:
-        repeated, seeds = self._repeated(groups), self._seeds(groups)
+    def _answers(self, completions: pa.RecordBatch) -> dict[str, pa.Array]:
+        """Columns of plain answers."""
         responses = completions.column("response_tokens")
+        return {
+            "response_tokens": responses,
+            "sampled": of_each_token(responses, pa.scalar(True)),
+            "logprobs": completions.column("logprobs"),
+            "weight_version": of_each_token(responses, pa.scalar(self.served.weight_version, pa.int32())),
+            "turns": one_turn(responses.value_lengths().to_numpy(), completions.column("finish_reason")),
+        }
+
+    def _table(self, groups: Groups, sampled: Mapping[str, pa.Array]) -> pa.Table:
+        repeated, seeds = self._repeated(groups), self._seeds(groups)
         columns = {
             "prompt_id": repeated["prompt_id"],
             "prompt_tokens": repeated["prompt_tokens"],
             "sample_id": pa.array(groups.sample_ids(self.work.config.rollout.samples)),
             "seed": pa.array(seeds, pa.int64()),
             "position": pa.array(np.repeat(groups.positions, self.work.config.rollout.samples)),
-            "response_tokens": responses,
-            "sampled": of_each_token(responses, pa.scalar(True)),
-            "logprobs": completions.column("logprobs"),
-            "weight_version": of_each_token(responses, pa.scalar(self.served.weight_version, pa.int32())),
-            "turns": one_turn(responses.value_lengths().to_numpy(), completions.column("finish_reason")),
+            **sampled,
             **self._constants(len(seeds)),
         }
         return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)

@@ -197,7 +197,7 @@ class Fleet:
                 "gpu_memory_utilization": section.gpu_memory_utilization / sharing,
                 "enforce_eager": not (fast and section.cuda_graphs),
                 "async_scheduling": fast and section.async_scheduling,
-                "together": not fast,
+                "together": not fast and self._config.environment is None,  # a turn waits for its tool, not for others
                 "tensor": section.tensor,
                 "sleeps": self.device == "cuda" and section.sleep,
                 "own_core": fast if section.own_process is None else section.own_process,

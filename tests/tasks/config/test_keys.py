@@ -43,7 +43,7 @@ def test_secrets_and_places_are_marked():
     assert files == ["model.source", *(f"data.{table}{end}" for table in ("train", "held_out", "warmup")
                                        for end in ("", ".source"))]  # fmt: skip
     assert [path for path, key in PER_KEY.items() if key.mark.place == "function"] == [
-        "reward.function", "reward.functions.function", "train.policy.advantage.function",
+        "reward.function", "reward.functions.function", "environment.function", "train.policy.advantage.function",
         "train.policy.loss.function", "engine.function", "report.trackers",
     ]  # fmt: skip
 

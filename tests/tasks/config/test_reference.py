@@ -36,6 +36,7 @@ def test_the_page_is_current():
 def test_it_has_every_key_and_says_which_may_change():
     asked = {
         "retrain": {"start": "run@1", "select": ["run"]},
+        "environment": {"function": "mine:Game"},
         "engine": {"function": "mine:Engine", "source": "digest"},
         "train": {**LEAST["train"], "lora": {"rank": 4}},
     }

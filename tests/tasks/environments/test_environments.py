@@ -1,4 +1,4 @@
-"""The protocol of environments: a single turn, a game of several turns, and the faults of a user's code."""
+"""The protocol of environments: a game of several turns, and the faults of a user's code."""
 
 import asyncio
 
@@ -7,9 +7,6 @@ import pytest
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.environments.playing import Turn, load_environment, play
-from tasks.environments.single_turn import SingleTurn
-from tasks.rewards.calling import Caller
-from tasks.rewards.match import exact_match
 
 EXAMPLE = f"{PROJECT_ROOT}/infra/examples/environment.py:GuessTheNumber"
 
@@ -47,18 +44,6 @@ def test_a_game_is_the_same_again_and_ends_when_the_turns_are_over():
         Turn(first, "none", 0.0),
         Turn([{"role": "user", "content": "That is no number."}], "none", 0.0),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("answer", "reward"), [("4", 1.0), ("5", 0.0)])
-def test_a_single_turn_is_the_prompt_and_the_reward_of_a_run(answer, reward):
-    turn = SingleTurn(lambda record: record["prompt"], Caller(exact_match, {}, {}, batch=False))
-    played = asyncio.run(play(turn, {"prompt": "2+2=", "answer": "4"}, 0, lambda _: answer))
-    assert played == [Turn("2+2=", answer, reward)]
-
-
-def test_a_single_turn_without_a_score_has_no_reward():
-    turn = SingleTurn(lambda record: "?", Caller(lambda record, response: None, {}, {}, batch=False))
-    assert asyncio.run(play(turn, {}, 0, lambda _: "x"))[0].reward is None
 
 
 GOOD = """

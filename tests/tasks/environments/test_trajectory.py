@@ -30,8 +30,7 @@ def answered(*tokens, reason="stop", version=3):
 def test_turns_of_a_trajectory_become_a_row_of_a_rollout():
     one, none = Trajectory([5, 6]), Trajectory([7])
     one.answer(answered(8, 9), calls="[]")
-    one.observe([4], "tool", results="[3]")
-    one.amend(seconds=0.5)
+    one.observe([4], "tool", results="[3]", seconds=0.5)
     one.answer(answered(2, reason="length", version=None))
     assert (one.tokens.tolist(), one.answers, one.length) == ([5, 6, 8, 9, 4, 2], 2, 4)
     found = {name: column.to_pylist() for name, column in columns_of([one, none]).items()}

@@ -1,0 +1,65 @@
+"""Faults in conversations with environments that `infra.mutants` knows."""
+
+from infra.mutants_known import Mutant
+
+_PLAYED = ("tests/tasks/stages/test_conversations.py",)
+_STATE = "tasks/environments/conversation.py"
+
+ENVIRONMENTS = (
+    Mutant(
+        "unknown-call-again",
+        "a call whose outcome is not known is made again as if nothing had happened",
+        _STATE,
+        "        if conversation.open:\n",
+        "        if False:\n",
+        _PLAYED,
+    ),
+    Mutant(
+        "judge-failure-is-zero",
+        "an answer that the environment could not judge has the reward 0",
+        _STATE,
+        'if told["done"] and told["reward"] is None:',
+        "if False:",
+        _PLAYED,
+    ),
+    Mutant(
+        "failure-is-zero",
+        "a conversation that failed has the reward 0",
+        "tasks/environments/scores.py",
+        "        if not self.ended:",
+        "        if False:",
+        _PLAYED,
+    ),
+    Mutant(
+        "failed-turn-stays",
+        "the open turn of an environment that failed stays in the trajectory",
+        _STATE,
+        "self.events[: -1 if self.open else None] if event.goes_on",
+        "self.events if event.goes_on",
+        _PLAYED,
+    ),
+    Mutant(
+        "world-of-each-sample",
+        "samples of a prompt meet different worlds",
+        "tasks/stages/rollout.py",
+        "sample_seed(seed, place, WORLD, again) for place in groups.positions for _ in range(samples)",
+        "sample_seed(seed, place, WORLD - one, again) for place in groups.positions for one in range(samples)",
+        _PLAYED,
+    ),
+    Mutant(
+        "hanging-environment-stays",
+        "the process of an environment that hangs is not ended",
+        "tasks/environments/host.py",
+        "                one.kill()\n",
+        "                pass\n",
+        _PLAYED,
+    ),
+    Mutant(
+        "observed-is-sampled",
+        "tokens that the environment said count as sampled",
+        "tasks/environments/trajectory.py",
+        'np.full(count, piece.finish_reason != "")',
+        "np.full(count, True)",
+        ("tests/tasks/environments/test_trajectory.py", *_PLAYED),
+    ),
+)

@@ -1,0 +1,28 @@
+"""Checks of a run's environment before anything expensive starts."""
+
+import functools
+
+from storage.errors import InputError
+from tasks.config.playing import EnvironmentSection
+from tasks.config.run import RunConfig
+from tasks.environments.hosting import Host
+
+
+def check_environment(config: RunConfig) -> None:
+    """Refuse an environment that cannot be used: its class is imported, and made once, in a process of its own. Raises
+    InputError: naming the setting and the reason."""
+    assert config.environment is not None
+    if config.retrain is not None:
+        raise InputError("[environment] has no effect on stored samples, which [retrain] trains on: leave it out")
+    if config.evaluate.every:
+        raise InputError(
+            f"evaluate.every = {config.evaluate.every} asks for plain answers to held-out prompts, but with "
+            "[environment] there are conversations, which evaluations do not play yet: set evaluate.every to 0"
+        )
+    _check(config.environment.model_dump_json())
+
+
+@functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
+def _check(document: str) -> None:
+    with Host(EnvironmentSection.model_validate_json(document)):
+        pass

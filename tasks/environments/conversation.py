@@ -1,0 +1,267 @@
+"""One conversation of a policy with an environment: its state, which follows from its events alone, and its play.
+
+Each event is durable before anything follows from it, so another process goes on where this one was lost.
+"""
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from storage.errors import InputError
+from storage.unfinished import Grown, IncrementRecord, TurnEvent
+from tasks.data.backends import Message
+from tasks.data.chat import ASSISTANT
+from tasks.data.tokenizer import TextCodec
+from tasks.engine.protocol import Sampling, TokenIds
+from tasks.environments.hosting import EnvironmentFailed, Host, Opened
+from tasks.environments.rendering import Renderer
+from tasks.environments.sampler import Sampler
+from tasks.environments.scores import Failure, PlayedScore
+from tasks.environments.trajectory import Answer, Trajectory
+
+Note = Callable[[TurnEvent], Awaitable[None]]  # returns when the event is durable
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a conversation, as in `[environment]`."""
+
+    turns: int
+    tokens: int | None
+    seconds: float
+    retries: int
+    context: int  # longest sequence of the engine, in tokens
+
+
+class Task(NamedTuple):
+    """The sample that a conversation is to make."""
+
+    row: int  # place in its piece
+    prompt_id: str
+    sample_id: int
+    record: Mapping[str, Any]
+    prompt: TokenIds  # stands for the first observation where there never was one
+    seed: int  # of the policy
+    world: int  # seed of the environment
+
+    def __str__(self) -> str:
+        return f"prompt {self.prompt_id!r}, sample {self.sample_id}"
+
+
+class Played(NamedTuple):
+    """A conversation that is over."""
+
+    trajectory: Trajectory
+    score: PlayedScore
+
+
+class Conversation:
+    """The state of a conversation."""
+
+    def __init__(self, codec: TextCodec, renderer: Renderer, limits: Limits) -> None:
+        self._codec, self._renderer, self._limits = codec, renderer, limits
+        self.failures: list[TurnEvent] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self.events: list[TurnEvent] = []  # of the present environment
+        self.trajectory: Trajectory | None = None
+        self.messages: list[Message] = []
+        self.action = ""
+        self.open = self.ended = False
+
+    @property
+    def goes_on(self) -> bool:
+        """True if another environment can take the place of the present one."""
+        return bool(self.events) and self.events[0].goes_on
+
+    @property
+    def spent(self) -> float:
+        """Seconds of the environment."""
+        return sum(event.seconds for event in self.events)
+
+    @property
+    def room(self) -> int:
+        """Tokens that can follow."""
+        trajectory, tokens = self._there, self._limits.tokens
+        left = self._limits.context - len(trajectory.prompt) - trajectory.length
+        return left if tokens is None else min(left, tokens - trajectory.length)
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The finished turns, as `protocol.Turn`."""
+        found, observation = [], self.events[0].messages
+        for called, told in zip(self.events[1::2], self.events[2::2], strict=False):
+            assert called.answer is not None
+            action = self._text(next(called.answer.grown()).tokens)
+            found.append({"observation": observation, "action": action, "reward": told.reward})
+            observation = told.messages
+        return found
+
+    def add(self, event: TurnEvent) -> None:
+        """Go on by an event. Raises InputError: its messages cannot be rendered, or leave no room for an answer."""
+        match event.kind:
+            case "begun":
+                self._begin(event)
+            case "called":
+                self._answer(event)
+            case "told":
+                self._observe(event)
+            case "failed":
+                self._fail(event)
+
+    @property
+    def _there(self) -> Trajectory:
+        assert self.trajectory is not None
+        return self.trajectory
+
+    def _begin(self, event: TurnEvent) -> None:
+        self._clear()
+        self.messages = list(event.messages or ())
+        self.trajectory = Trajectory(self._renderer.first(self.messages, event.tools))
+        self.events = [event]
+        if self.room < 1:
+            raise InputError(
+                f"the first observation has {len(self.trajectory.prompt)} tokens, which leaves no room for an answer: "
+                f"engine.max_model_len is {self._limits.context}"
+            )
+
+    def _answer(self, event: TurnEvent) -> None:
+        assert event.answer is not None
+        (grown,) = event.answer.grown()
+        self._there.answer(Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version))
+        self.action, self.open = self._text(grown.tokens), True
+        self.messages.append({"role": ASSISTANT, "content": self.action})
+        self.events.append(event)
+
+    def _observe(self, event: TurnEvent) -> None:
+        self.open, new = False, list(event.messages or ())
+        self.ended = event.done or self._there.answers >= self._limits.turns
+        if not self.ended:
+            last = int(self._there.tokens[-1])
+            tokens = self._renderer.after(self.messages, new, self.events[0].tools, last).tokens
+            if len(tokens) < self.room:
+                self._there.observe(tokens, _role(new), results=_results(new), seconds=event.seconds)
+            else:
+                self.ended = True
+        self.messages += new
+        self.events.append(event)
+
+    def _fail(self, event: TurnEvent) -> None:
+        self.failures.append(event)
+        kept = self.events[: -1 if self.open else None] if event.goes_on else []
+        self._clear()
+        for one in kept:
+            self.add(one)
+
+    def _text(self, tokens: TokenIds) -> str:
+        return self._codec.decode_batch([tokens])[0]
+
+
+@dataclass(frozen=True)
+class Player:
+    """Plays conversations."""
+
+    host: Host
+    sampler: Sampler
+    sampling: Sampling
+    codec: TextCodec
+    renderer: Renderer
+    limits: Limits
+
+    async def play(self, task: Task, past: Sequence[TurnEvent], note: Note) -> Played:
+        """The trajectory of a conversation, with its rewards and failures.
+
+        Args:
+            past: its events so far, of processes that were lost.
+            note: called with each new event.
+        """
+        conversation = Conversation(self.codec, self.renderer, self.limits)
+        for event in past:
+            conversation.add(event)
+        if conversation.open:
+            unknown = f"{task}: the process that called the environment was lost, so the outcome is not known"
+            await self._failed(conversation, note, EnvironmentFailed("exit", unknown))
+        while not conversation.ended and len(conversation.failures) <= self.limits.retries:
+            try:
+                async with await self.host.open() as opened:
+                    await self._go_on(task, conversation, opened, note)
+            except EnvironmentFailed as failure:
+                await self._failed(conversation, note, failure)
+        return _result(task, conversation)
+
+    async def _failed(self, conversation: Conversation, note: Note, failure: EnvironmentFailed) -> None:
+        goes_on = conversation.goes_on and not failure.restoring
+        event = TurnEvent(row=0, kind="failed", reason=failure.reason, detail=failure.detail, goes_on=goes_on)
+        conversation.add(event)
+        await note(event)
+
+    async def _go_on(self, task: Task, conversation: Conversation, opened: Opened, note: Note) -> None:
+        await self._begin(task, conversation, opened, note)
+        while not conversation.ended:
+            trajectory = conversation.trajectory
+            assert trajectory is not None
+            most = min(self.sampling.max_tokens, conversation.room)
+            sampling = self.sampling.model_copy(update={"max_tokens": most})
+            answer = await self.sampler.sample(trajectory.tokens, task.seed, sampling)
+            grown = Grown(0, 0, answer.tokens, answer.logprobs)
+            record = IncrementRecord.of([grown], answer.weight_version)
+            await self._note(conversation, note, kind="called", answer=record, finish_reason=answer.finish_reason)
+            asked = {"action": conversation.action}
+            told = await self._ask(task, conversation, opened, f"turn {trajectory.answers}", **asked)
+            if told["done"] and told["reward"] is None:
+                raise EnvironmentFailed("no_number", f"{task}: the environment could not judge the last answer")
+            await self._note(conversation, note, kind="told", **told)
+
+    async def _begin(self, task: Task, conversation: Conversation, opened: Opened, note: Note) -> None:
+        """Begin, or go on after the turns that there are."""
+        asked: dict[str, Any] = {"record": dict(task.record), "seed": task.world, "state": None, "turns": []}
+        if not conversation.goes_on:
+            begun = await self._ask(task, conversation, opened, "its beginning", **asked)
+            await self._note(conversation, note, kind="begun", **begun)
+            return
+        state = conversation.events[-1].state
+        asked |= {"turns": conversation.turns} if state is None else {"state": state}
+        try:
+            await self._ask(task, conversation, opened, "its going on", **asked)
+        except EnvironmentFailed as failure:
+            raise EnvironmentFailed(failure.reason, failure.detail, restoring=True) from None
+
+    async def _ask(self, task: Task, conversation: Conversation, opened: Opened, what: str, **asked: Any) -> Any:
+        clock, left = time.monotonic(), max(0.0, self.limits.seconds - conversation.spent)
+        answer = await opened.ask(left, f"{what} of {task}", **asked)
+        seconds = round(time.monotonic() - clock, 6)
+        return {**answer, "messages": _messages(answer.pop("observation", None)), "seconds": seconds}
+
+    async def _note(self, conversation: Conversation, note: Note, **values: Any) -> None:
+        event = TurnEvent(row=0, **{name: value for name, value in values.items() if name in TurnEvent.model_fields})
+        try:
+            conversation.add(event)
+        except InputError as error:
+            raise EnvironmentFailed("exception", str(error)) from None
+        await note(event)
+
+
+def _result(task: Task, conversation: Conversation) -> Played:
+    rewards = [event.reward for event in conversation.events if event.kind == "told"]
+    failures = [Failure(one.reason, one.detail) for one in conversation.failures]
+    trajectory = conversation.trajectory or Trajectory(np.asarray(task.prompt))
+    return Played(trajectory, PlayedScore(rewards, failures, ended=conversation.ended))
+
+
+def _messages(observation: str | Sequence[Message] | None) -> list[Message] | None:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation  # pyright: ignore[reportReturnType] - of JSON
+
+
+def _role(messages: Sequence[Message]) -> str:
+    roles = {str(one["role"]) for one in messages}
+    return roles.pop() if len(roles) == 1 else "environment"
+
+
+def _results(messages: Sequence[Message]) -> str | None:
+    found = [one["content"] for one in messages if one["role"] == "tool"]
+    return json.dumps(found) if found else None

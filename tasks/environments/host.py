@@ -1,0 +1,160 @@
+"""A host of environments: imports their class once, and forks a process for each conversation.
+
+Started by `tasks.environments.hosting`, with a socket of packets as standard input: the first packet is the order, each
+further one opens a conversation, with the descriptor of its own socket, or ends one. It ends, and everything that its
+processes have started, when nobody holds the other end.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import psutil
+
+from storage.errors import InputError
+from tasks.environments.playing import begun, called, made_by, stepped
+from tasks.environments.protocol import Turn
+from tasks.rewards.words import LONGEST, described, hide, shown, storable
+from tasks.rewards.worker import killed_with_descendants
+from trainer_core.user_code import UserFunction
+
+LARGEST = 1 << 20
+"""Bytes of an answer of an environment: one that says more has failed."""
+PACKET = 1 << 17
+_PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
+_TICK_S = 1.0
+
+
+def main() -> None:
+    """Serve one order."""
+    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)  # what environments start stays below this process
+    control = socket.socket(fileno=0)
+    order = json.loads(control.recv(PACKET))
+    hide(order["secrets"])
+    found = UserFunction(**order["target"])
+    processes: dict[int, int] = {}  # by the number of the conversation
+    try:
+        digest = found.load().digest
+        made_by(found, order["arguments"])  # refused now, not in every conversation
+        control.send(json.dumps({"status": "ready", "source": digest}).encode())
+        while _next(control, order, found, processes):
+            pass
+    except InputError as error:
+        control.send(json.dumps({"status": "refused", "detail": storable(str(error))}).encode())
+    except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
+        control.send(json.dumps({"status": "refused", "detail": described(error)}).encode())
+    killed_with_descendants(None)
+
+
+def _next(control: socket.socket, order: Mapping[str, Any], found: UserFunction, processes: dict[int, int]) -> bool:
+    """Do what the next packet asks for; False if there is none any more."""
+    if not select.select([control], [], [], _TICK_S)[0]:
+        _reap()
+        return True
+    packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 1)
+    if not packet:
+        return False
+    asked = json.loads(packet)
+    if "end" in asked:
+        _end(processes.pop(asked["end"]))
+    else:
+        processes[asked["open"]] = _forked(control, order, found, *descriptors)
+        os.close(descriptors[0])
+    _reap()
+    return True
+
+
+def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunction, descriptor: int) -> int:
+    host, process = os.getpid(), os.fork()
+    if process == 0:
+        control.close()
+        _serve(order, found, descriptor, host)
+    return process
+
+
+def _end(process: int) -> None:
+    """Kill the process of a conversation, and what it has started."""
+    for one in psutil.Process().children(recursive=True):
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if one.pid == process or os.getsid(one.pid) == process or process in {up.pid for up in one.parents()}:
+                one.kill()
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _serve(order: Mapping[str, Any], found: UserFunction, descriptor: int, host: int) -> NoReturn:
+    """The forked process: one environment, and an answer to each line."""
+    try:
+        os.setsid()  # an environment that signals its group does not reach the host
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == host:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for target in (0, 1, 2):
+                os.dup2(nothing, target)
+            asyncio.run(_conversation(made_by(found, order["arguments"]), socket.socket(fileno=descriptor)))
+    finally:
+        os._exit(0)
+
+
+async def _conversation(environment: Any, ours: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=ours, limit=16 * LARGEST)
+    while line := await reader.readline():
+        try:
+            answer = json.dumps(await _answer(environment, json.loads(line)), allow_nan=False)
+        except InputError as error:
+            answer = _failed(storable(str(error)))
+        except (TypeError, ValueError, RecursionError) as error:  # of json: a message holds something else than texts
+            answer = _failed(f"it gave what JSON cannot hold: {described(error)}")
+        if len(answer) > LARGEST:
+            answer = _failed(f"it gave {len(answer)} bytes at once; {LARGEST} are possible")
+        writer.write(f"{answer}\n".encode())
+        await writer.drain()
+
+
+async def _answer(environment: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    if "action" in asked:
+        observation, reward, done = await stepped(environment, asked["action"])
+        saved = None if done else await _saved(environment)
+        return {"observation": observation, "reward": reward, "done": done, "state": saved}
+    record, seed = asked["record"], asked["seed"]
+    if asked["state"] is not None:
+        return {"restored": await called(environment, environment.load, record, seed, asked["state"])}
+    observation, tools = await begun(environment, record, seed), getattr(environment, "tools", ())
+    if asked["turns"]:
+        await called(environment, environment.replay, [Turn(**one) for one in asked["turns"]])
+    saved, goes_on = await _saved(environment), _offers(environment, "replay")
+    return {"observation": observation, "tools": list(tools), "state": saved, "goes_on": goes_on or saved is not None}
+
+
+async def _saved(environment: Any) -> str | None:
+    """The state of an environment that can be loaded; None of another one."""
+    if not (_offers(environment, "save") and _offers(environment, "load")):
+        return None
+    saved = await called(environment, environment.save)
+    if not isinstance(saved, str):
+        raise InputError(f"{type(environment).__name__}.save returned {shown(saved)}: expected a text")
+    return saved
+
+
+def _offers(environment: Any, method: str) -> bool:
+    return inspect.iscoroutinefunction(getattr(type(environment), method, None))
+
+
+def _failed(detail: str) -> str:
+    return json.dumps({"failed": detail[: 2 * LONGEST]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Environments in processes of their own, as the driver of a run uses them: opened, asked, and ended."""
+
+import asyncio
+import itertools
+import json
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Self
+
+from storage.errors import InputError
+from tasks.config.environment import scoring_environment, without_secrets
+from tasks.config.playing import EnvironmentSection
+from tasks.environments.host import LARGEST, PACKET
+from tasks.environments.playing import find_environment
+from tasks.rewards.resolve import values_of, variables_of
+from tasks.rewards.sample import Reason
+
+_COMMAND = [sys.executable, "-P", "-m", "tasks.environments.host"]  # -P: no file of the working directory hides ours
+_START_S, _END_S = 120.0, 15.0
+
+
+class EnvironmentFailed(Exception):
+    """An environment did not do its part: an infrastructure failure, which is no reward."""
+
+    def __init__(self, reason: Reason, detail: str, restoring: bool = False) -> None:
+        """With `restoring` the turns before it cannot be gone on with."""
+        super().__init__(detail)
+        self.reason: Reason = reason
+        self.detail, self.restoring = detail, restoring
+
+
+class Host:
+    """The process that opens environments of one class; another one takes its place if it is lost."""
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        self._section, self._numbers = section, itertools.count()
+        self.source = ""
+        """Digest of the file of the class, and of those beside it that it imports."""
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()  # it kills what it has started, and ends
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait()
+
+    async def open(self) -> "Opened":
+        """A process with an environment in it, which is yet to begin."""
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            if not self._sent({"open": number}, theirs.fileno()):
+                self.__exit__()
+                self._start()
+                self._sent({"open": number}, theirs.fileno())
+        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2 * LARGEST)
+        return Opened(self, number, reader, writer)
+
+    def end(self, number: int) -> None:
+        """Kill the process of an environment, whatever it does."""
+        self._sent({"end": number})
+
+    def _sent(self, packet: dict[str, int], *descriptors: int) -> bool:
+        try:
+            socket.send_fds(self._control, [json.dumps(packet).encode()], descriptors)
+        except OSError:  # its end
+            return False
+        return True
+
+    def _start(self) -> None:
+        section = self._section
+        found = find_environment(section.function)
+        variables = list(variables_of(dict(section.arguments)))
+        secrets = values_of({name: f"env:{name}" for name in variables}).values()
+        arguments = values_of(section.arguments, "environment.arguments")
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                _COMMAND, stdin=theirs.fileno(), start_new_session=True, env=scoring_environment(variables)
+            )
+        self._control.settimeout(_START_S)
+        order = {"target": asdict(found), "arguments": arguments, "secrets": list(secrets)}
+        try:
+            self._control.send(json.dumps(order).encode())
+            hello = json.loads(self._control.recv(PACKET) or b'{"detail": "its process ended while it was imported"}')
+        except TimeoutError:
+            hello = {"detail": f"it was not imported within {_START_S:g} s"}
+        if "source" not in hello:
+            self.__exit__()
+            raise InputError(
+                f"environment.function {found.name!r} cannot be used: {without_secrets(hello['detail'])}. Fix it, set "
+                "environment.arguments, or name another one"
+            )
+        self.source = hello["source"]
+
+
+class Opened:
+    """An environment in its process, used by one task. As a context manager it is ended."""
+
+    def __init__(self, host: Host, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._host, self._number, self._reader, self._writer = host, number, reader, writer
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._host.end(self._number)
+        self._writer.close()
+
+    async def ask(self, patience_s: float, what: str, **asked: Any) -> dict[str, Any]:
+        """The answer to a request. Raises EnvironmentFailed: there is none within the time, or it is a failure; `what`
+        names the request."""
+        try:
+            async with asyncio.timeout(patience_s):
+                self._writer.write(f"{json.dumps(asked)}\n".encode())
+                await self._writer.drain()
+                line = await self._reader.readline()
+        except TimeoutError:
+            raise EnvironmentFailed("timeout", f"{what} did not end within {patience_s:.3g} s") from None
+        except (OSError, ValueError):  # it is gone, or its line is endless
+            line = b""
+        if not line.endswith(b"\n"):
+            raise EnvironmentFailed("exit", f"the process of its environment ended during {what}")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise EnvironmentFailed("exception", f"{what}: {without_secrets(answer['failed'])}")
+        return answer

@@ -1,0 +1,121 @@
+"""Conversations of a rollout with environments, many at once, their events kept as they happen."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from pydantic import JsonValue
+
+from storage.backends.root import Root
+from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment
+from tasks.config.playing import EnvironmentSection
+from tasks.config.run import RunConfig
+from tasks.data.tokenizer import TextCodec
+from tasks.engine.protocol import Sampling
+from tasks.environments.conversation import Limits, Played, Player, Task
+from tasks.environments.hosting import Host
+from tasks.environments.playing import find_environment
+from tasks.environments.rendering import Renderer
+from tasks.environments.sampler import EngineSampler
+from tasks.workers.engines import EngineHandle
+from trainer_core.user_code import source_digest
+
+_LOOK_S = 0.2
+
+Ready = Callable[[int, list[Played]], object]
+
+
+class Events:
+    """The events of the piece with a key, those of earlier processes and new ones."""
+
+    def __init__(self, root: Root, piece: str) -> None:
+        self._root, self._piece = root, piece
+        stored = find_turns(root, piece)
+        self._next, self._waiting = len(stored), list[TurnEvent]()
+        self._past = [event for record in stored for event in record.events]
+        self._storing = asyncio.Lock()
+
+    def of(self, row: int) -> list[TurnEvent]:
+        """Those of one conversation that earlier processes have kept."""
+        return [event for event in self._past if event.row == row]
+
+    async def keep(self, row: int, event: TurnEvent) -> None:
+        """Store an event, together with others that come while one is being stored."""
+        mine = self._waiting
+        mine.append(event.model_copy(update={"row": row}))
+        async with self._storing:
+            if mine is self._waiting:
+                self._waiting = []
+                record = TurnsRecord(events=tuple(mine))
+                self._next = await asyncio.to_thread(keep_increment, self._root, self._piece, self._next, record)
+
+
+def environment_source(config: RunConfig) -> dict[str, JsonValue]:
+    """The name of a run's environment, and the digest of its files; empty if it has none."""
+    if config.environment is None:
+        return {}
+    found = find_environment(config.environment.function)
+    return {found.name: source_digest(found)}
+
+
+def limits_of(config: RunConfig, section: EnvironmentSection) -> Limits:
+    """Limits of a run's conversations."""
+    return Limits(section.turns, section.tokens, section.seconds, section.retries, config.engine.max_model_len)
+
+
+def play(
+    root: Root,
+    engines: Sequence[EngineHandle],
+    version: int,
+    config: RunConfig,
+    codec: TextCodec,
+    sampling: Sampling,
+    pieces: Sequence[tuple[str, Sequence[Task]]],
+    ready: Ready,
+    go_on: Callable[[], None],
+) -> None:
+    """Play the conversations of all pieces, each with its key.
+
+    Args:
+        ready: called with the number of each piece and its trajectories as soon as they are there, in any thread.
+        go_on: called now and then; raises if the play is to end.
+
+    Raises:
+        WorkerLost, SyncMismatch, InputError: as `EngineSampler.sample`; InputError also if the environment is refused.
+    """
+    section = config.environment
+    assert section is not None
+    if not pieces:
+        return
+    with Host(section) as host, EngineSampler(engines, version) as sampler:
+        player = Player(host, sampler, sampling, codec, Renderer(codec), limits_of(config, section))
+        asyncio.run(_played(player, root, pieces, section.processes, ready, go_on))
+
+
+async def _played(
+    player: Player,
+    root: Root,
+    pieces: Sequence[tuple[str, Sequence[Task]]],
+    processes: int,
+    ready: Ready,
+    go_on: Callable[[], None],
+) -> None:
+    places = asyncio.Semaphore(processes)
+
+    async def one(task: Task, events: Events) -> Played:
+        async with places:
+            return await player.play(task, events.of(task.row), lambda event: events.keep(task.row, event))
+
+    async def piece(number: int, key: str, tasks: Sequence[Task]) -> None:
+        events = Events(root, key)
+        played = await asyncio.gather(*(one(task, events) for task in tasks))
+        await asyncio.to_thread(ready, number, played)
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            go_on()
+
+    all_of_them = asyncio.gather(*(piece(number, *one) for number, one in enumerate(pieces)))
+    done, _ = await asyncio.wait({all_of_them, asyncio.ensure_future(watch())}, return_when=asyncio.FIRST_COMPLETED)
+    for one_done in done:
+        one_done.result()

@@ -1,0 +1,115 @@
+"""Environments of tests: a game over the digits that small engines answer, and others that do not do their part."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+
+class Sums:
+    """Say a sum after each answer, `turns` times; the reward of an answer is its last digit."""
+
+    def __init__(self, turns=3, log=""):
+        self._turns, self._log = turns, log
+
+    async def reset(self, record, seed):
+        self._said, self._seed, self._id = 0, seed, record["id"]
+        return record["prompt"]
+
+    async def step(self, action):
+        self._said += 1
+        if self._log:
+            with Path(self._log).open("a") as file:
+                file.write(json.dumps([self._id, self._said, action]) + "\n")
+        done = self._said == self._turns
+        return None if done else f"{len(action)}+{self._seed % 7}=", float(action[-1]) if action else 0.0, done
+
+
+class Replayed(Sums):
+    """The same, which goes on in another process."""
+
+    async def replay(self, turns):
+        self._said = len(turns)
+
+
+class Loaded(Sums):
+    """The same by a text."""
+
+    async def save(self):
+        return json.dumps([self._said, self._seed, self._id])
+
+    async def load(self, record, seed, state):
+        self._said, self._seed, self._id = json.loads(state)
+
+
+class Unreliable(Sums):
+    """Sandboxes of which a share fails in each turn, and a judge that fails in the last one; the answers decide."""
+
+    def __init__(self, sandbox=0, judge=0):
+        super().__init__()
+        self._sandbox, self._judge = sandbox, judge
+
+    async def step(self, action):
+        chance = sum(map(ord, action)) * 7919 + self._said * 31
+        if chance % 100 < self._sandbox:
+            raise ConnectionError("the sandbox is gone")
+        said, reward, done = await super().step(action)
+        return said, None if done and chance // 100 % 100 < self._judge else reward, done
+
+
+class Once(Replayed):
+    """Fails in its second turn if nothing else has, by a file: dies, or hangs."""
+
+    def __init__(self, marks, how):
+        super().__init__()
+        self._marks, self._how = Path(marks), how
+
+    async def step(self, action):
+        if self._said == 1:
+            try:
+                (self._marks / str(self._seed)).touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                await misbehave(self._how)
+        return await super().step(action)
+
+
+async def misbehave(how):
+    if how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        subprocess.Popen(["sleep", "987654"])
+        await asyncio.sleep(987654)
+    if how == "block":
+        signal.pause()
+    if how == "raise":
+        raise RuntimeError("no")
+
+
+KINDS = ("good", "die", "hang", "block", "raise", "message", "endless", "speaks", "nan", "set")
+
+
+class Bad(Sums):
+    """Does in its second turn what its record says; good ones are among them."""
+
+    @staticmethod
+    def kind(name):
+        return KINDS[sum(map(ord, name)) % len(KINDS)]
+
+    async def step(self, action):
+        said, reward, done = await super().step(action)
+        if self._said < 2:
+            return said, reward, done
+        kind = self.kind(self._id)
+        await misbehave(kind)
+        answers = {
+            "message": ([{"role": "user"}], 0.0, False),
+            "endless": ("1" * (2 << 20), 0.0, False),
+            "speaks": ("one more", 1.0, True),
+            "nan": (None, float("nan"), True),
+            "set": ([{"role": "user", "content": "1", "more": {1}}], 0.0, False),
+        }
+        return answers.get(kind, (said, reward, done))

@@ -1,0 +1,224 @@
+"""Conversations with environments in the real loop over small workers: kills, failures, and what is no environment."""
+
+import json
+import random
+import statistics
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage import layout
+from storage.backends.root import open_root
+from storage.kill_points import Point
+from storage.manifest import need
+from storage.parts import read_part, read_table
+from storage.schema import REWARD, ROLLOUT
+from storage.unfinished import find_turns
+from storage.upkeep.verify import verify
+from tasks.environments.scores import read_scores
+from tasks.stages.names import Stage
+from tests.small.config import small_config
+from tests.small.driving import RUN, Killed, driver, killing
+from tests.tasks.environments.sums import KINDS, Bad
+from trainer_core.batches.reading import read_samples
+from trainer_core.objectives.advantages import group_advantages
+from trainer_core.objectives.scored import ScoredSamples
+
+FILE = Path(__file__).parents[1] / "environments/sums.py"
+
+
+def config(kind, arguments=None, *settings):
+    given = {"function": f"{FILE}:{kind}", "arguments": arguments or {}}
+    tables = [f"environment.{key}={json.dumps(value)}" for key, value in given.items() if value != {}]
+    tables = [one for one in tables if "arguments" not in one]
+    tables += [f"environment.arguments.{name}={json.dumps(value)}" for name, value in (arguments or {}).items()]
+    return small_config(["evaluate.every=0", "run.iterations=1", 'reward.function="exact_match"', *tables, *settings])
+
+
+def rollout(root):
+    """Rows of the rollout, without the time that each turn took."""
+    rows = read_table(root, need(root, RUN, 1, Stage.ROLLOUT), ROLLOUT).to_pylist()
+    return [{**row, "turns": [{**turn, "seconds": None} for turn in row["turns"]]} for row in rows]
+
+
+def rewards(root):
+    return read_table(root, need(root, RUN, 1, Stage.REWARD), REWARD).to_pylist()
+
+
+def played(folder, *given):
+    root = open_root(str(folder / "root"))
+    driver(root, config(*given), folder / "scratch").drive()
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return played(tmp_path_factory.mktemp("undisturbed"), "Sums")
+
+
+def test_a_sample_is_a_row_of_turns_and_its_reward_their_sum(undisturbed):
+    rows, scores = rollout(undisturbed), rewards(undisturbed)
+    for row in rows:
+        assert [turn["role"] for turn in row["turns"]] == ["assistant", "user", "assistant", "user", "assistant"]
+        ends = [turn["end"] for turn in row["turns"]]
+        assert [turn["begin"] for turn in row["turns"]] == [0, *ends[:-1]]
+        assert ends[-1] == len(row["response_tokens"])
+        for turn in row["turns"]:
+            own = row["sampled"][turn["begin"] : turn["end"]]
+            assert set(own) <= {turn["role"] == "assistant"}
+    given = read_scores(read_part(undisturbed, need(undisturbed, RUN, 1, Stage.ROLLOUT).part("scores.json")))
+    assert [score["reward"] for score in scores] == [sum(one.rewards) for one in given]
+    assert {len(one.rewards) for one in given} == {3}
+    assert len({score["reward"] for score in scores}) > 1
+
+
+def test_samples_of_a_prompt_meet_the_same_world_and_all_turns_of_a_sample_have_its_seed(undisturbed):
+    rows = rollout(undisturbed)
+    assert len({row["seed"] for row in rows}) == len(rows)
+    worlds = {}
+    for row in rows:
+        said = row["response_tokens"][row["turns"][1]["begin"] : row["turns"][1]["end"]]
+        worlds.setdefault(row["prompt_id"], set()).add(said[-2])  # the digit that follows from the world
+    assert all(len(found) == 1 for found in worlds.values())
+    assert len({frozenset(found) for found in worlds.values()}) > 1
+
+
+def events(root):
+    """The stored events of all conversations, by the key of their piece."""
+    keys = root.keys(f"{RUN}/manifests/000001/rollout.r0.turns")
+    pieces = {piece for key in keys if (piece := layout.piece_of_increment(key)) is not None}
+    return {piece: [one for record in find_turns(root, piece) for one in record.events] for piece in pieces}
+
+
+def calls(root):
+    """The number of calls whose result is stored, and of those that are open."""
+    kinds = [one.kind for some in events(root).values() for one in some]
+    return kinds.count("told"), kinds.count("called") - kinds.count("told") - kinds.count("failed")
+
+
+@pytest.mark.parametrize(("kind", "seed"), [("Sums", 0), ("Replayed", 1), ("Loaded", 2)])
+def test_after_random_kills_tokens_and_rewards_are_those_of_an_undisturbed_run(tmp_path, undisturbed, kind, seed):
+    draw, root = random.Random(seed), open_root(str(tmp_path / "root"))
+    given = config(kind, {}, "environment.retries=9")
+    for attempt in range(3):
+        at = killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE, draw.randint(2, 20))
+        with pytest.raises(Killed):
+            driver(root, given, tmp_path / str(attempt), at=at).drive()
+    driver(root, given, tmp_path / "last").drive()
+    assert rollout(root) == rollout(undisturbed)
+    assert rewards(root) == rewards(undisturbed)
+    assert verify(root, RUN).sound
+
+
+def failures(root):
+    """The failures of each sample, as text."""
+    stored = read_scores(read_part(root, need(root, RUN, 1, Stage.ROLLOUT).part("scores.json")))
+    return [[f"{one.reason}: {one.detail}" for one in score.failures] for score in stored]
+
+
+def test_no_call_whose_result_is_stored_is_made_again(tmp_path):
+    log, root = tmp_path / "log", open_root(str(tmp_path / "root"))
+    given = ("Replayed", {"log": str(log)})
+    with pytest.raises(Killed):
+        driver(root, config(*given), tmp_path / "a", at=killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE, 20)).drive()
+    told, _ = calls(root)
+    before = len(log.read_text().splitlines())
+    driver(root, config(*given), tmp_path / "b").drive()
+    assert told >= 6
+    assert len(log.read_text().splitlines()) - before == 36 - told  # 12 samples of 3 turns
+
+
+def test_a_call_whose_outcome_is_unknown_is_a_failure_and_with_no_retries_it_is_never_made_again(tmp_path):
+    log, root = tmp_path / "log", open_root(str(tmp_path / "root"))
+    given = ("Replayed", {"log": str(log)}, "environment.retries=0", "reward.max_failures=1.0")
+    with pytest.raises(Killed):
+        driver(root, config(*given), tmp_path / "a", at=killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE, 20)).drive()
+    _, unknown = calls(root)
+    driver(root, config(*given), tmp_path / "b").drive()
+    reasons = [score["reason"] for score in rewards(root)]
+    assert 0 < unknown == reasons.count("exit") < len(reasons)
+    assert len(log.read_text().splitlines()) <= 36
+
+
+@pytest.mark.parametrize("how", ["die", "hang"])
+def test_an_environment_that_is_lost_once_costs_only_its_open_turn(tmp_path, undisturbed, how):
+    root = played(tmp_path, "Once", {"marks": str(tmp_path), "how": how}, "environment.seconds=5.0")
+    rows = rollout(root)
+    assert rows == rollout(undisturbed)
+    found = [one for some in failures(root) for one in some]
+    assert len(found) == 6  # one of each prompt
+    word = {"die": "exit: the process of its environment ended during turn 2", "hang": "timeout: turn 2"}[how]
+    assert all(one.startswith(word) and "of prompt '" in one for one in found)
+    assert rewards(root) == rewards(undisturbed)
+    assert not [one for one in psutil.process_iter(["cmdline"]) if "987654" in (one.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize(("sandbox", "judge"), [(25, 0), (0, 30)])
+def test_no_failure_is_a_number_and_advantages_are_those_of_the_rows_that_survive(tmp_path, sandbox, judge):
+    many = ("rollout.prompts=12", "rollout.samples=6", "reward.max_failures=1.0", "environment.retries=0")
+    unplanted = {*(() if sandbox else ("exception",)), *(() if judge else ("no_number",))}
+    whole = played(tmp_path / "whole", "Unreliable", {}, *many)
+    root = played(tmp_path / "failing", "Unreliable", {"sandbox": sandbox, "judge": judge}, *many)
+    expected = {(one["prompt_id"], one["sample_id"]): one["reward"] for one in rewards(whole)}
+    scores = rewards(root)
+    failed = [one for one in scores if one["reward"] is None]
+    assert 0.1 < len(failed) / len(scores) < 0.9
+    assert {one["reason"] for one in failed} == {"exception", "no_number"} - unplanted
+    assert all(one["reward"] == expected[one["prompt_id"], one["sample_id"]] for one in scores if one["reason"] is None)
+    samples = read_samples(root, need(root, RUN, 1, Stage.ROLLOUT), need(root, RUN, 1, Stage.REWARD))
+    assert samples.usable.tolist() == [one["reward"] is not None for one in scores]
+    found = group_advantages(scored(samples))
+    assert found.tolist() == pytest.approx(oracle(scores), abs=1e-5)
+    counted = need(root, RUN, 1, Stage.REWARD).metrics
+    assert counted["unscored"] == len(failed)
+
+
+def scored(samples):
+    return ScoredSamples(samples.rewards, samples.groups, samples.usable, samples.response_lengths)
+
+
+def oracle(scores):
+    """Advantages by hand: of those that have a score, against the mean of those."""
+    groups = {}
+    for one in scores:
+        groups.setdefault(one["prompt_id"], []).append(one["reward"])
+    found = []
+    for one in scores:
+        there = [value for value in groups[one["prompt_id"]] if value is not None]
+        spread = statistics.stdev(there) if len(there) > 1 else 0.0
+        given = one["reward"] is not None and spread > 0
+        found.append((one["reward"] - statistics.mean(there)) / spread if given else 0.0)
+    return found
+
+
+SAID = {
+    "die": ("exit", "the process of its environment ended during turn 2 of prompt"),
+    "hang": ("timeout", "turn 2 of prompt"),
+    "block": ("timeout", "did not end within"),
+    "raise": ("exception", "RuntimeError: no (sums.py, line"),
+    "message": ("exception", "expected a text, or messages with role and content"),
+    "endless": ("exception", "bytes at once; 1048576 are possible"),
+    "speaks": ("exception", "speaks after it is done: 'one more'; return None"),
+    "nan": ("exception", "expected a finite number or None"),
+    "set": ("exception", "it gave what JSON cannot hold"),
+}
+
+
+def test_what_is_no_environment_is_named_and_bounded_and_others_go_on(tmp_path):
+    settings = ("rollout.prompts=24", "rollout.samples=2", "environment.retries=0", "environment.seconds=8.0")
+    root = played(tmp_path, "Bad", {}, "reward.max_failures=1.0", *settings)
+    seen = set()
+    for row, score, failed in zip(rollout(root), rewards(root), failures(root), strict=True):
+        kind = Bad.kind(row["prompt_id"])
+        seen.add(kind)
+        if kind == "good":
+            assert score["reward"] is not None and len(row["turns"]) == 5
+            continue
+        reason, words = SAID[kind]
+        assert (score["reward"], score["reason"]) == (None, reason)
+        assert words in score["detail"]
+        assert failed == [f"{reason}: {score['detail']}"]
+        assert f"of prompt {row['prompt_id']!r}, sample {row['sample_id']}" in score["detail"]
+        assert row["response_tokens"] == []
+    assert seen == set(KINDS)
