@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _TESTS = ("tests/tasks/endpoint/test_endpoint.py",)
 _REFUSALS = ("tests/tasks/endpoint/test_refusals.py",)
+_DRIVING = ("tests/tasks/stages/test_driving.py",)
 _SESSIONS = "tasks/endpoint/sessions.py"
 
 ENDPOINT = (
@@ -63,5 +64,22 @@ ENDPOINT = (
         "        del self._sessions[session.key]\n",
         "",
         _REFUSALS,
+    ),
+    Mutant(
+        "drive-answers-unrecorded",
+        "an answer reaches a client before it is durable, and another one is sampled after a kill",
+        "tasks/endpoint/driving.py",
+        "            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._noted(event), self._loop))\n",
+        "",
+        _DRIVING,
+    ),
+    Mutant(
+        "drive-failure-is-reward",
+        "a function that fails has reward 0",
+        "tasks/endpoint/driving.py",
+        '                if failure.reason != "exception" or not any(session.counts[one] for one in _LIMITS):\n'
+        "                    raise\n",
+        "",
+        _DRIVING,
     ),
 )

@@ -53,20 +53,19 @@ class Endpoint:
     def __init__(self, sampler: Sampler, renderer: HistoryRenderer, rules: Rules, reader: Reader = by_tags) -> None:
         self._sampler, self._renderer, self._rules, self._read = sampler, renderer, rules, reader
         self._sessions: dict[str, Session] = {}
-        self._under_way: dict[tuple[str, str], asyncio.Task[list[Answered]]] = {}  # by session and request
         self.strangers = 0  # requests without the key of a session
 
-    def open(self, seed: int, turns: int = 1 << 10, tokens: int = 1 << 30) -> Session:
-        """A session with a key that cannot be guessed, for so many answers and sampled tokens."""
-        session = Session(f"sk-{secrets.token_urlsafe(32)}", seed, self._renderer, turns, tokens)
+    def open(self, seed: int, turns: int = 1 << 10, tokens: int = 1 << 30, sampler: Sampler | None = None) -> Session:
+        """A session with a key that cannot be guessed, for so many answers and sampled tokens; by default of the
+        endpoint's own sampler."""
+        key, sampler = f"sk-{secrets.token_urlsafe(32)}", sampler or self._sampler
+        session = Session(key, seed, self._renderer, turns, tokens, sampler)
         self._sessions[session.key] = session
         return session
 
     def close(self, session: Session) -> None:
         """Accept no more requests of a session. Raises the error by which its engines have failed, if they have."""
         del self._sessions[session.key]
-        for name in [name for name in self._under_way if name[0] == session.key]:
-            del self._under_way[name]
         if session.failure is not None:
             raise session.failure
 
@@ -138,11 +137,11 @@ class Endpoint:
         self, request: Request, session: Session, body: bytes, asked: ChatRequest | CompletionRequest, history: History
     ) -> list[Answered]:
         """The answers; a request that the client repeats because it lost the connection is not sampled again."""
-        name = (session.key, hashlib.blake2b(body).hexdigest())
-        task = self._under_way.get(name)
+        name = hashlib.blake2b(body).hexdigest()
+        task = session.under_way.get(name)
         repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         if task is None or not repeated or (task.done() and task.exception() is not None):
-            task = self._under_way[name] = asyncio.create_task(self._answers(session, asked, history))
+            task = session.under_way[name] = asyncio.create_task(self._answers(session, asked, history))
         return await asyncio.shield(task)
 
     async def _answers(
@@ -168,7 +167,7 @@ class Endpoint:
         done = False
         try:
             how = self._how(session, asked, question)
-            answer = await self._sampler.sample(question.tokens, question.branch.seed, how)
+            answer = await session.sampler.sample(question.tokens, question.branch.seed, how)
             if answer.finish_reason == "abort":
                 raise Refused("the engine has dropped the request: ask again", "aborted", 503)
             text = self._renderer.text(answer.tokens.tolist())

@@ -3,8 +3,10 @@
 A client sends its whole history as text each time. The part of it that is the policy's keeps the ids that were sampled,
 and only what is new is rendered. Where the client has changed the history, or the template does, a branch begins."""
 
+import asyncio
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from tasks.data.chat import ASSISTANT
 from tasks.endpoint.answers import Parts
 from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.requests import Call, Message, Refused
+from tasks.environments.sampler import Sampler
 from tasks.environments.trajectory import Answer, Trajectory
 
 Why = Literal["first", "again", "edited", "tools", "template"]
@@ -112,14 +115,19 @@ class Session:
     renderer: HistoryRenderer
     turns: int  # most answers
     tokens: int  # most sampled tokens, of all branches
+    sampler: Sampler
     branches: list[Branch] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Of requests, answers, refusals by code, and parameters that were overridden."""
+    under_way: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # requests by their digest
+    last: Branch | None = None  # branch of the newest answer
     failure: RatchetError | None = None  # by which the engines could not answer
     overridden: dict[str, JsonValue] = field(default_factory=dict)  # by parameter, the value that was asked for last
     _births: Counter[bytes] = field(default_factory=Counter)
     _open: int = 0  # questions that are under way
+    _asked_s: float = 0.0  # time of the steady clock at which the first of them was asked
+    _sampled_s: float = 0.0
 
     def note(self, refusal: Refused) -> None:
         """Count a refusal; the first ones are kept."""
@@ -144,6 +152,7 @@ class Session:
             if self.counts[name] + (name == "answers") * self._open >= most:
                 raise Refused(f"the session has its {most} {name}: it accepts no more", "session_limit")
         asked = self._continued(history) or self._begun(history)
+        self._asked_s = self._asked_s if self._open else time.monotonic()
         self._open += 1
         return asked
 
@@ -157,6 +166,7 @@ class Session:
         message = Message(ASSISTANT, parts.content, calls, reasoning=parts.reasoning)
         texts = (*(asked.before or asked.history.rendered()), {"role": ASSISTANT, "content": text})
         asked.branch.ends.append(_End(asked.history.then(message), texts, len(row.turns)))
+        self.last = asked.branch
         self.counts.update(answers=1, tokens=len(answer.tokens))
         self._released(asked)
         return message
@@ -170,6 +180,12 @@ class Session:
     def _released(self, asked: Asked) -> None:
         asked.branch.taken = False
         self._open -= 1
+        self._sampled_s += 0 if self._open else time.monotonic() - self._asked_s
+
+    @property
+    def sampling_s(self) -> float:
+        """Seconds in which answers were sampled."""
+        return self._sampled_s + (time.monotonic() - self._asked_s if self._open else 0)
 
     @property
     def sampled(self) -> list[Branch]:

@@ -7,6 +7,8 @@ from tasks.config.playing import EnvironmentSection
 from tasks.config.run import RunConfig
 from tasks.environments.hosting import Host
 
+_OF_CLIENTS = ("model", "sampling", "tool_parser", "reasoning_parser")
+
 
 def check_environment(config: RunConfig) -> None:
     """Refuse an environment that cannot be used: its class is imported, and made once, in a process of its own. Raises
@@ -24,5 +26,14 @@ def check_environment(config: RunConfig) -> None:
 
 @functools.lru_cache(maxsize=1)  # the command line and the flow both check; a refusal is not cached
 def _check(document: str) -> None:
-    with Host(EnvironmentSection.model_validate_json(document)):
-        pass
+    section = EnvironmentSection.model_validate_json(document)
+    with Host(section) as host:
+        for name in _OF_CLIENTS:
+            if not host.drives and vars(section)[name] != EnvironmentSection.model_fields[name].default:
+                fact = f"environment.{name} = {vars(section)[name]!r} is for clients of a function `drive`"
+                raise InputError(f"{fact}, but {section.function!r} is a class: leave it out")
+    if section.reasoning_parser and section.tool_parser == "tags":
+        fact = f"environment.reasoning_parser = {section.reasoning_parser!r} is read by vLLM"
+        raise InputError(
+            f"{fact}, but tool_parser is 'tags', which reads both: name a tool parser of vLLM, or leave it"
+        )

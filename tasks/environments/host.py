@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import psutil
 
 from storage.errors import InputError
-from tasks.environments.playing import begun, called, made_by, stepped
+from tasks.environments.playing import Driven, begun, called, made_by, stepped
 from tasks.environments.protocol import Turn
 from tasks.rewards.words import LONGEST, described, hide, shown, storable
 from tasks.rewards.worker import killed_with_descendants
@@ -43,8 +43,9 @@ def main() -> None:
     processes: dict[int, int] = {}  # by the number of the conversation
     try:
         digest = found.load().digest
-        made_by(found, order["arguments"])  # refused now, not in every conversation
-        control.send(json.dumps({"status": "ready", "source": digest}).encode())
+        made = made_by(found, order["arguments"])  # refused now, not in every conversation
+        hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven)}
+        control.send(json.dumps(hello).encode())
         while _next(control, order, found, processes):
             pass
     except InputError as error:
@@ -124,6 +125,8 @@ async def _conversation(environment: Any, ours: socket.socket) -> None:
 
 
 async def _answer(environment: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(environment, Driven):
+        return {"reward": await environment.drive(asked["url"], asked["key"], asked["record"], asked["seed"])}
     if "action" in asked:
         observation, reward, done = await stepped(environment, asked["action"])
         saved = None if done else await _saved(environment)

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
@@ -39,6 +40,8 @@ class Host:
         self._section, self._numbers = section, itertools.count()
         self.source = ""
         """Digest of the file of the class, and of those beside it that it imports."""
+        self.drives = False
+        """True if it is a function that drives conversations."""
 
     def __enter__(self) -> Self:
         self._start()
@@ -83,7 +86,7 @@ class Host:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                _COMMAND, stdin=theirs.fileno(), start_new_session=True, env=scoring_environment(variables)
+                _COMMAND, stdin=theirs.fileno(), start_new_session=True, env=_environment(variables)
             )
         self._control.settimeout(_START_S)
         order = {"target": asdict(found), "arguments": arguments, "secrets": list(secrets)}
@@ -98,7 +101,14 @@ class Host:
                 f"environment.function {found.name!r} cannot be used: {without_secrets(hello['detail'])}. Fix it, set "
                 "environment.arguments, or name another one"
             )
-        self.source = hello["source"]
+        self.source, self.drives = hello["source"], hello["drives"]
+
+
+def _environment(variables: Sequence[str]) -> dict[str, str]:
+    """The environment of a host, whose clients reach the endpoint on loopback past every proxy."""
+    plain = scoring_environment(variables)
+    past = ",".join(filter(None, (plain.get("no_proxy") or plain.get("NO_PROXY"), "127.0.0.1")))
+    return {**plain, "no_proxy": past, "NO_PROXY": past}
 
 
 class Opened:

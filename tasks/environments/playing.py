@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,10 @@ def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
     """Make an environment of the class `name` (`file.py:Class`, `package.module:Class`, or an entry point of the group
     `ratchet.environments`) with the arguments. Raises InputError: it cannot be found, imported or made, or lacks a
     method of the protocol."""
-    return made_by(find_environment(name), arguments or {})
+    made = made_by(find_environment(name), arguments or {})
+    if isinstance(made, Driven):
+        raise InputError(f"environment {name!r} is a function that drives conversations, and is played by runs alone")
+    return made
 
 
 def find_environment(name: str) -> UserFunction:
@@ -29,12 +33,35 @@ def find_environment(name: str) -> UserFunction:
     return find_function(name, "environment.function", GROUP)
 
 
-def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment:
-    """The same of a class that was found."""
+@dataclass(frozen=True)
+class Driven:
+    """A function that drives conversations through a client of the run's endpoint."""
+
+    function: Callable[..., Awaitable[Any]]
+    arguments: Mapping[str, Any]
+
+    async def drive(self, base_url: str, api_key: str, record: Mapping[str, Any], seed: int) -> float:
+        """The reward of a conversation. Raises InputError: the function raises, or returns no finite number."""
+        name = getattr(self.function, "__name__", "drive")
+        given = {"base_url": base_url, "api_key": api_key, "record": record, "seed": seed}
+        try:
+            reward = await self.function(**given, **self.arguments)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            raise InputError(f"{name} raised {described(error)}") from None
+        if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
+            raise InputError(f"{name} returned the reward {shown(reward)}, which is no finite number")
+        return float(reward)
+
+
+def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | Driven:
+    """The same of a class that was found, or of an async function."""
     try:
-        made = found.load().function(**arguments)
+        loaded = found.load().function
+        made = None if inspect.iscoroutinefunction(loaded) else loaded(**arguments)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
+    if made is None:
+        return _driven(found, loaded, arguments)
     for method, form in _CALLS.items():
         _check_method(made, method, form)
     return made
@@ -102,6 +129,15 @@ def _triple(environment: Environment, value: object) -> tuple[object, float | No
         fact = f"{_place(environment, 'step')} returned the reward {shown(reward)}"
         raise InputError(f"{fact}: expected a finite number or None")
     return observation, None if reward is None else float(reward), done
+
+
+def _driven(found: UserFunction, function: Callable[..., Awaitable[Any]], arguments: Mapping[str, Any]) -> Driven:
+    try:
+        inspect.signature(function).bind(base_url="", api_key="", record={}, seed=0, **arguments)
+    except TypeError as error:
+        fact = f"environment {found.name!r} has the parameters {inspect.signature(function)} ({error})"
+        raise InputError(f"{fact}: expected `async def {found.attribute}(base_url, api_key, record, seed)`") from None
+    return Driven(function, arguments)
 
 
 def _check_method(made: object, method: str, form: str) -> None:

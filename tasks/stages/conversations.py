@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -10,6 +12,7 @@ from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_incremen
 from tasks.config.playing import EnvironmentSection
 from tasks.config.run import RunConfig
 from tasks.data.tokenizer import TextCodec
+from tasks.endpoint.driving import Driver, driving
 from tasks.engine.protocol import Sampling
 from tasks.environments.conversation import Limits, Played, Player, Task
 from tasks.environments.hosting import Host
@@ -69,6 +72,7 @@ def play(
     config: RunConfig,
     codec: TextCodec,
     sampling: Sampling,
+    model_dir: Path,
     pieces: Sequence[tuple[str, Sequence[Task]]],
     ready: Ready,
     go_on: Callable[[], None],
@@ -86,13 +90,17 @@ def play(
     assert section is not None
     if not pieces:
         return
-    with Host(section) as host, EngineSampler(engines, version) as sampler:
-        player = Player(host, sampler, sampling, codec, Renderer(codec), limits_of(config, section))
+    limits = limits_of(config, section)
+    with Host(section) as host, EngineSampler(engines, version) as sampler, ExitStack() as stack:
+        if host.drives:
+            player = stack.enter_context(driving(section, host, sampler, sampling, codec, limits, model_dir))
+        else:
+            player = Player(host, sampler, sampling, codec, Renderer(codec), limits)
         asyncio.run(_played(player, root, pieces, section.processes, ready, go_on))
 
 
 async def _played(
-    player: Player,
+    player: Player | Driver,
     root: Root,
     pieces: Sequence[tuple[str, Sequence[Task]]],
     processes: int,

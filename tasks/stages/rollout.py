@@ -31,7 +31,7 @@ from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
-from tasks.stages.prepared import prompts, records_of, shares, text_codec
+from tasks.stages.prepared import model_directory, prompts, records_of, shares, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, SCORES, Prepared, Rollouts, Served
@@ -270,7 +270,8 @@ class _Sampler:
             store(number, columns, [one.score.document() for one in played])
 
         version = self.served.weight_version
-        play(work.root, engines, version, work.config, codec, self.how, tasks, ready, work.context.go_on)
+        model, go_on = model_directory(work.context, self.prepared), work.context.go_on
+        play(work.root, engines, version, work.config, codec, self.how, model, tasks, ready, go_on)
 
     def _tasks(self, groups: Groups) -> list[Task]:
         seed, again, samples = self.work.config.run.seed, _reseeded(self.work), self.work.config.rollout.samples

@@ -1,0 +1,170 @@
+"""Conversations that a user's function drives through a client: `drive(base_url, api_key, record, seed) -> reward`.
+
+The function and its client run in a process of their own. Each answer is durable before the client has it, so a
+function that runs again, after a failure or a kill, is given the same answers and goes on behind them."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from storage.unfinished import Grown, IncrementRecord, TurnEvent
+from tasks.config.playing import EnvironmentSection
+from tasks.data.tokenizer import TextCodec
+from tasks.endpoint.answers import TAGS, ForeignReader, by_tags
+from tasks.endpoint.rendering import HistoryRenderer
+from tasks.endpoint.server import Endpoint, Rules, serving
+from tasks.endpoint.sessions import Session
+from tasks.engine.protocol import Sampling, TokenIds
+from tasks.environments.conversation import Limits, Note, Played, Task
+from tasks.environments.hosting import EnvironmentFailed, Host
+from tasks.environments.sampler import Sampler
+from tasks.environments.scores import Failure, PlayedScore
+from tasks.environments.trajectory import Answer, Trajectory
+
+_LOOK_S = 0.1
+_FOREVER_S = 1e8
+_LIMITS = ("refused/session_limit", "refused/context_length_exceeded")
+
+
+class RecordedSampler(Sampler):
+    """A sampler whose answers are kept: to the same question it gives the same answer without asking."""
+
+    def __init__(self, sampler: Sampler, past: Sequence[TurnEvent], note: Note) -> None:
+        """`note` runs on the loop that makes this object, `sample` on any."""
+        self._sampler, self._note, self._loop = sampler, note, asyncio.get_running_loop()
+        self._failure: BaseException | None = None
+        self._known = {event.detail: _answer(event) for event in past if event.kind == "called"}
+
+    async def sample(self, prompt: TokenIds, seed: int, sampling: Sampling) -> Answer:
+        """`Sampler.sample`."""
+        question = f"{seed}/{sampling.model_dump_json()}/".encode() + np.asarray(prompt, np.int32).tobytes()
+        place = hashlib.blake2b(question, digest_size=16).hexdigest()
+        if place not in self._known:
+            answer = await self._sampler.sample(prompt, seed, sampling)
+            grown = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
+            event = TurnEvent(row=0, kind="called", answer=grown, finish_reason=answer.finish_reason, detail=place)
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._noted(event), self._loop))
+            self._known[place] = answer
+        return self._known[place]
+
+    def check(self) -> None:
+        """Raise the error by which an answer could not be kept, if there was one."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def _noted(self, event: TurnEvent) -> None:
+        try:
+            await self._note(event)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+@dataclass(frozen=True)
+class Driver:
+    """Plays conversations as `Player` does, by a function that speaks first."""
+
+    host: Host
+    sampler: Sampler
+    endpoint: Endpoint
+    url: str
+    limits: Limits
+
+    async def play(self, task: Task, past: Sequence[TurnEvent], note: Note) -> Played:
+        """A conversation; arguments, failures and raises as `Player.play`. Of several branches it is
+        the one of the last answer; its first turn tells of the others, and of what a client asked in vain."""
+        sampler, failures = RecordedSampler(self.sampler, past, note), [one for one in past if one.kind == "failed"]
+        while len(failures) <= self.limits.retries:
+            session = self.endpoint.open(task.seed, self.limits.turns, self.limits.tokens or 1 << 30, sampler)
+            try:
+                reward = await self._driven(task, session, sampler)
+            except EnvironmentFailed as failure:
+                event = TurnEvent(row=0, kind="failed", reason=failure.reason, detail=failure.detail)
+            else:
+                row = _row(session)
+                rewards = [None] * (row.answers - 1)
+                return Played(row, PlayedScore([*rewards, reward], _told(failures), ended=True))
+            finally:
+                self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function
+            failures.append(event)
+            await note(event)
+        return Played(Trajectory(np.asarray(task.prompt)), PlayedScore([], _told(failures), ended=False))
+
+    async def _driven(self, task: Task, session: Session, sampler: RecordedSampler) -> float:
+        """The reward. Raises EnvironmentFailed: the function has failed, or takes too long beside the engines."""
+        async with await self.host.open() as opened:
+            asked = {"url": self.url, "key": session.key, "record": dict(task.record), "seed": task.world}
+            driven = asyncio.ensure_future(opened.ask(_FOREVER_S, f"the drive of {task}", **asked))
+            begun = time.monotonic()
+            try:
+                while not driven.done():
+                    await asyncio.wait({driven}, timeout=_LOOK_S)
+                    sampler.check()
+                    self._check_time(task, time.monotonic() - begun - session.sampling_s)
+                reward = float((await driven)["reward"])
+            except EnvironmentFailed as failure:
+                if failure.reason != "exception" or not any(session.counts[one] for one in _LIMITS):
+                    raise
+                reward = 0.0  # it could not go on, as the policy was at its limits
+            finally:
+                driven.cancel()
+        if session.last is None:
+            raise EnvironmentFailed("exception", f"the drive of {task} has asked the policy nothing")
+        return reward
+
+    def _check_time(self, task: Task, spent: float) -> None:
+        if spent > self.limits.seconds:
+            late = f"the drive of {task} took more than {self.limits.seconds:g} s beside the engines"
+            raise EnvironmentFailed("timeout", late)
+
+
+@contextmanager
+def driving(
+    section: EnvironmentSection,
+    host: Host,
+    sampler: Sampler,
+    sampling: Sampling,
+    codec: TextCodec,
+    limits: Limits,
+    model_dir: Path,
+) -> Iterator[Driver]:
+    """The endpoint of a rollout, and what plays through it. Raises InputError: vLLM has no such parser."""
+    with ExitStack() as stack:
+        reader = by_tags
+        if section.tool_parser != TAGS:
+            made = ForeignReader(str(model_dir), section.tool_parser, section.reasoning_parser)
+            reader = stack.enter_context(made)
+        rules = Rules(section.model, sampling, limits.context, section.sampling)
+        endpoint = Endpoint(sampler, HistoryRenderer(codec), rules, reader)
+        yield Driver(host, sampler, endpoint, stack.enter_context(serving(endpoint)), limits)
+
+
+def _told(failures: Sequence[TurnEvent]) -> list[Failure]:
+    return [Failure(one.reason, one.detail) for one in failures]
+
+
+def _row(session: Session) -> Trajectory:
+    assert session.last is not None
+    row, others = session.last.row, [one for one in session.sampled if one is not session.last]
+    told = {
+        "branch": {"why": session.last.why, "parent": session.last.parent, "seed": session.last.seed},
+        "others": [{"why": one.why, "parent": one.parent, "answers": one.row.answers} for one in others],
+        "overridden": session.overridden,
+        "refused": session.refused,
+    }
+    own = {"role": "environment", "begin": 0, "end": 0, "results": json.dumps(told)}
+    row.turns.insert(0, own)
+    return row
+
+
+def _answer(event: TurnEvent) -> Answer:
+    assert event.answer is not None
+    (grown,) = event.answer.grown()
+    return Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version)

@@ -1,0 +1,154 @@
+"""Conversations that the `openai` client drives in the real loop over small workers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from storage.backends.root import open_root
+from storage.errors import InputError, StageFailed
+from storage.kill_points import Point
+from storage.manifest import need
+from storage.parts import read_table
+from storage.schema import REWARD, ROLLOUT
+from storage.upkeep.verify import verify
+from tasks.environments.checking import check_environment
+from tasks.stages.names import Stage
+from tests.small.config import PROMPTS, SAMPLES, small_config
+from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.here import WorkersHere
+from tests.small.workers import SmallEngine
+
+FILE = Path(__file__).parents[1] / "environments/drives.py"
+
+
+def config(function, *settings):
+    given = ["evaluate.every=0", "run.iterations=1", 'reward.function="exact_match"']
+    return small_config([*given, f'environment.function="{FILE}:{function}"', *settings])
+
+
+class Recording(SmallEngine):
+    """An engine that records what it was asked and what it has answered."""
+
+    asked = []  # noqa: RUF012 - of all engines
+
+    def enqueue(self, number, prompts, seeds, *others, **more):
+        self.asked.extend((tuple(map(int, prompt)), seed) for prompt, seed in zip(prompts, seeds, strict=True))
+        super().enqueue(number, prompts, seeds, *others, **more)
+
+
+def played(folder, function, *settings):
+    Recording.asked.clear()
+    given, root = config(function, *settings), open_root(str(folder / "root"))
+    drive = driver(root, given, folder / "scratch")
+    drive.workers = WorkersHere(given, engine=Recording)
+    drive.drive()
+    return root
+
+
+def rows(root, stage=Stage.ROLLOUT, schema=ROLLOUT):
+    return read_table(root, need(root, RUN, 1, stage), schema).to_pylist()
+
+
+def rewards(root):
+    return rows(root, Stage.REWARD, REWARD)
+
+
+def own(row):
+    """The record that the first turn has of the session."""
+    return json.loads(next(turn["results"] for turn in row["turns"] if turn["results"]))
+
+
+def prefixes(row):
+    """All tokens before each answer that counts as sampled."""
+    whole = (*row["prompt_tokens"], *row["response_tokens"])
+    for turn in row["turns"]:
+        if turn["finish_reason"]:
+            assert all(row["sampled"][turn["begin"] : turn["end"]])
+            yield whole[: len(row["prompt_tokens"]) + turn["begin"]], own(row)["branch"]["seed"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    root = played(tmp_path_factory.mktemp("undisturbed"), "sums")
+    return root, list(Recording.asked)
+
+
+def test_each_trained_token_was_sampled_under_its_very_prefix(undisturbed):
+    root, asked = undisturbed
+    found = rows(root)
+    assert sorted(one for row in found for one in prefixes(row)) == sorted(asked)
+    assert len(asked) == 3 * PROMPTS * SAMPLES
+    for row, score in zip(found, rewards(root), strict=True):
+        assert [turn["role"] for turn in row["turns"]] == ["environment", *["assistant", "user"] * 2, "assistant"]
+        last = len(row["response_tokens"]) - row["turns"][-1]["begin"]
+        assert score["reward"] == last - 1  # without the stop token
+        assert own(row)["overridden"] == {"temperature": 0.5}
+    assert len({score["reward"] for score in rewards(root)}) > 1
+
+
+def test_after_kills_the_answers_are_repeated_and_not_sampled_again(tmp_path, undisturbed):
+    root, given = open_root(str(tmp_path / "root")), config("sums")
+    for number, after in enumerate((4, 11)):
+        with pytest.raises(Killed):
+            at = killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE, after)
+            driver(root, given, tmp_path / str(number), at=at).drive()
+    Recording.asked.clear()
+    last = driver(root, given, tmp_path / "last")
+    last.workers = WorkersHere(given, engine=Recording)
+    last.drive()
+    assert rows(root) == rows(undisturbed[0])
+    assert rewards(root) == rewards(undisturbed[0])
+    assert 0 < len(Recording.asked) <= len(undisturbed[1]) - 4
+    assert verify(root, RUN).sound
+
+
+def test_failures_of_a_function_are_no_rewards(tmp_path):
+    root = played(tmp_path, "failing", "environment.retries=1", "reward.max_failures=0.9")
+    scores, found = rewards(root), rows(root)
+    failed = [score["reward"] is None for score in scores]
+    assert 0 < sum(failed) < len(failed)
+    for score, row in zip(scores, found, strict=True):
+        if score["reward"] is None:
+            assert score["reason"] == "exception"
+            assert "the sandbox is gone" in score["detail"]
+            assert not any(row["sampled"])
+
+
+@pytest.mark.parametrize(("function", "told"), [("textual", "is no finite number"), ("silent", "asked the policy")])
+def test_what_is_no_reward_is_no_number(tmp_path, function, told):
+    with pytest.raises(StageFailed, match=told):
+        played(tmp_path, function, "environment.retries=0", "reward.max_failures=1.0")
+
+
+def test_a_policy_at_its_limits_has_a_reward(tmp_path):
+    root = played(tmp_path, "tireless", "environment.turns=4")
+    assert {score["reward"] for score in rewards(root)} == {0.0}
+    assert {sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows(root)} == {4}
+
+
+def test_an_edited_history_is_marked_and_trained_as_it_was_sampled(tmp_path):
+    found = rows(played(tmp_path, "editing"))
+    asked = set(Recording.asked)
+    for row in found:
+        assert own(row)["branch"]["why"] == "edited"
+        assert own(row)["others"] == [{"why": "first", "parent": None, "answers": 2}]
+        assert set(prefixes(row)) <= asked
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "told"),
+    [
+        ("strange", (), "expected `async def strange"),
+        ("sums", ("environment.arguments.rounds=2",), "rounds"),
+        ("sums", ('environment.reasoning_parser="qwen3"',), "reasoning_parser"),
+        ("../environments/sums.py:Sums", ('environment.sampling="refuse"',), "is for clients"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_run(function, settings, told):
+    given = config(function, *settings)
+    if ":" in function:
+        name = f"{FILE.parent}/sums.py:Sums"
+        given = given.model_copy(update={"environment": given.environment.model_copy(update={"function": name})})
+    with pytest.raises(InputError, match=told):
+        check_environment(given)
