@@ -26,7 +26,7 @@ def filled(_rank, _world, _store):
 
         row = Row(name=name, expert=False, tensors=())
         module = torch.nn.Linear(4, 4)
-        return Conversion(row, module, "weight", module.weight, False, are_views, convert)
+        return Conversion(row, module, "weight", module.weight, False, are_views, convert, None)
 
     conversions = [conversion("seen", True), conversion("made", False), conversion("seen too", True)]
     tensors = {one.row.name: one.convert(one.live)[one.row.name] for one in conversions}
