@@ -62,9 +62,9 @@ def test_the_command_is_one_that_the_command_line_reads(root: Root):
     words = shlex.split(query.command(root.url))
     command, given, _ = app.parse_args(words[1:], exit_on_error=False, print_error=False)
     assert command.__name__ == "retrain_command"
-    assert given.arguments["where"] == query.where
-    assert (given.arguments["select"], given.arguments["start"]) == ((f"{RUN}@1-2",), RUN)
-    assert given.arguments["root"] == root.url
+    selection, common = given.arguments["selection"], given.arguments["common"]
+    assert (selection.where, selection.select, selection.start) == (query.where, (f"{RUN}@1-2",), RUN)
+    assert common.root == root.url
 
 
 @pytest.mark.parametrize("name", OFFERED.names)
