@@ -119,8 +119,8 @@ SYNC = (
         "any-version-is-used",
         "samples of another weight version are used",
         "tasks/workers/sampling.py",
-        "        if self._version not in (None, version):\n",
-        "        if self._version not in (None, self._version):\n",
+        "    if wanted not in (None, sampled):\n",
+        "    if wanted not in (None, wanted):\n",
         ("tests/tasks/workers/test_sampling.py",),
     ),
     Mutant(

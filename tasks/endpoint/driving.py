@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.unfinished import Grown, IncrementRecord, TurnEvent
+from storage.unfinished import TurnEvent
 from tasks.config.playing import EnvironmentSection
 from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.answers import TAGS, ForeignReader, by_tags
@@ -22,10 +22,10 @@ from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.endpoint.sessions import Session
 from tasks.engine.protocol import Sampling, TokenIds
-from tasks.environments.conversation import Limits, Note, Played, Task
+from tasks.environments.conversation import Limits, Note, Played, Task, answer_of, called_with, failures_of
 from tasks.environments.hosting import EnvironmentFailed, Host
 from tasks.environments.sampler import Sampler
-from tasks.environments.scores import Failure, PlayedScore
+from tasks.environments.scores import PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
 
 _LOOK_S = 0.1
@@ -40,7 +40,7 @@ class RecordedSampler(Sampler):
         """`note` runs on the loop that makes this object, `sample` on any."""
         self._sampler, self._note, self._loop = sampler, note, asyncio.get_running_loop()
         self._failure: BaseException | None = None
-        self._known = {event.detail: _answer(event) for event in past if event.kind == "called"}
+        self._known = {event.detail: answer_of(event) for event in past if event.kind == "called"}
 
     async def sample(self, prompt: TokenIds, seed: int, sampling: Sampling) -> Answer:
         """`Sampler.sample`."""
@@ -48,8 +48,7 @@ class RecordedSampler(Sampler):
         place = hashlib.blake2b(question, digest_size=16).hexdigest()
         if place not in self._known:
             answer = await self._sampler.sample(prompt, seed, sampling)
-            grown = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
-            event = TurnEvent(row=0, kind="called", answer=grown, finish_reason=answer.finish_reason, detail=place)
+            event = called_with(answer, detail=place)
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._noted(event), self._loop))
             self._known[place] = answer
         return self._known[place]
@@ -90,12 +89,12 @@ class Driver:
             else:
                 row = _row(session)
                 rewards = [None] * (row.answers - 1)
-                return Played(row, PlayedScore([*rewards, reward], _told(failures), ended=True))
+                return Played(row, PlayedScore([*rewards, reward], failures_of(failures), ended=True))
             finally:
                 self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function
             failures.append(event)
             await note(event)
-        return Played(Trajectory(np.asarray(task.prompt)), PlayedScore([], _told(failures), ended=False))
+        return Played(Trajectory(task.prompt), PlayedScore([], failures_of(failures), ended=False))
 
     async def _driven(self, task: Task, session: Session, sampler: RecordedSampler) -> float:
         """The reward. Raises EnvironmentFailed: the function has failed, or takes too long beside the engines."""
@@ -146,10 +145,6 @@ def driving(
         yield Driver(host, sampler, endpoint, stack.enter_context(serving(endpoint)), limits)
 
 
-def _told(failures: Sequence[TurnEvent]) -> list[Failure]:
-    return [Failure(one.reason, one.detail) for one in failures]
-
-
 def _row(session: Session) -> Trajectory:
     assert session.last is not None
     row, others = session.last.row, [one for one in session.sampled if one is not session.last]
@@ -162,9 +157,3 @@ def _row(session: Session) -> Trajectory:
     own = {"role": "environment", "begin": 0, "end": 0, "results": json.dumps(told)}
     row.turns.insert(0, own)
     return row
-
-
-def _answer(event: TurnEvent) -> Answer:
-    assert event.answer is not None
-    (grown,) = event.answer.grown()
-    return Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version)

@@ -7,9 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, Literal, NamedTuple
 
 from storage.errors import InputError
 from storage.unfinished import Grown, IncrementRecord, TurnEvent
@@ -96,8 +94,7 @@ class Conversation:
         """The finished turns, as `protocol.Turn`."""
         found, observation = [], self.events[0].messages
         for called, told in zip(self.events[1::2], self.events[2::2], strict=False):
-            assert called.answer is not None
-            action = self._text(next(called.answer.grown()).tokens)
+            action = self._text(answer_of(called).tokens)
             found.append({"observation": observation, "action": action, "reward": told.reward})
             observation = told.messages
         return found
@@ -131,10 +128,9 @@ class Conversation:
             )
 
     def _answer(self, event: TurnEvent) -> None:
-        assert event.answer is not None
-        (grown,) = event.answer.grown()
-        self._there.answer(Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version))
-        self.action, self.open = self._text(grown.tokens), True
+        answer = answer_of(event)
+        self._there.answer(answer)
+        self.action, self.open = self._text(answer.tokens), True
         self.messages.append({"role": ASSISTANT, "content": self.action})
         self.events.append(event)
 
@@ -208,21 +204,19 @@ class Player:
             most = min(self.sampling.max_tokens, conversation.room)
             sampling = self.sampling.model_copy(update={"max_tokens": most})
             answer = await self.sampler.sample(trajectory.tokens, task.seed, sampling)
-            grown = Grown(0, 0, answer.tokens, answer.logprobs)
-            record = IncrementRecord.of([grown], answer.weight_version)
-            await self._note(conversation, note, kind="called", answer=record, finish_reason=answer.finish_reason)
+            await self._note(conversation, note, called_with(answer))
             asked = {"action": conversation.action}
             told = await self._ask(task, conversation, opened, f"turn {trajectory.answers}", **asked)
             if told["done"] and told["reward"] is None:
                 raise EnvironmentFailed("no_number", f"{task}: the environment could not judge the last answer")
-            await self._note(conversation, note, kind="told", **told)
+            await self._note(conversation, note, _event("told", told))
 
     async def _begin(self, task: Task, conversation: Conversation, opened: Opened, note: Note) -> None:
         """Begin, or go on after the turns that there are."""
         asked: dict[str, Any] = {"record": dict(task.record), "seed": task.world, "state": None, "turns": []}
         if not conversation.goes_on:
             begun = await self._ask(task, conversation, opened, "its beginning", **asked)
-            await self._note(conversation, note, kind="begun", **begun)
+            await self._note(conversation, note, _event("begun", begun))
             return
         state = conversation.events[-1].state
         asked |= {"turns": conversation.turns} if state is None else {"state": state}
@@ -237,8 +231,7 @@ class Player:
         seconds = round(time.monotonic() - clock, 6)
         return {**answer, "messages": _messages(answer.pop("observation", None)), "seconds": seconds}
 
-    async def _note(self, conversation: Conversation, note: Note, **values: Any) -> None:
-        event = TurnEvent(row=0, **{name: value for name, value in values.items() if name in TurnEvent.model_fields})
+    async def _note(self, conversation: Conversation, note: Note, event: TurnEvent) -> None:
         try:
             conversation.add(event)
         except InputError as error:
@@ -248,9 +241,32 @@ class Player:
 
 def _result(task: Task, conversation: Conversation) -> Played:
     rewards = [event.reward for event in conversation.events if event.kind == "told"]
-    failures = [Failure(one.reason, one.detail) for one in conversation.failures]
-    trajectory = conversation.trajectory or Trajectory(np.asarray(task.prompt))
-    return Played(trajectory, PlayedScore(rewards, failures, ended=conversation.ended))
+    trajectory = conversation.trajectory or Trajectory(task.prompt)
+    return Played(trajectory, PlayedScore(rewards, failures_of(conversation.failures), ended=conversation.ended))
+
+
+def called_with(answer: Answer, detail: str = "") -> TurnEvent:
+    """The event of an answer that is about to be used."""
+    record = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
+    return TurnEvent(row=0, kind="called", answer=record, finish_reason=answer.finish_reason, detail=detail)
+
+
+def answer_of(event: TurnEvent) -> Answer:
+    """The answer of an event that `called_with` made."""
+    assert event.answer is not None
+    (grown,) = event.answer.grown()
+    return Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version)
+
+
+def failures_of(events: Sequence[TurnEvent]) -> list[Failure]:
+    """The failures that events tell of."""
+    return [Failure(one.reason, one.detail) for one in events]
+
+
+def _event(kind: Literal["begun", "told"], values: Mapping[str, Any]) -> TurnEvent:
+    """The event of what an environment has answered."""
+    known = {name: value for name, value in values.items() if name in TurnEvent.model_fields}
+    return TurnEvent(row=0, kind=kind, **known)
 
 
 def _messages(observation: str | Sequence[Message] | None) -> list[Message] | None:

@@ -1,7 +1,7 @@
 """The protocol of an environment. Imports nothing else.
 
-An environment is made anew for each conversation, in a process of its own, of a class with the arguments of the
-configuration. Beside the methods of the protocol it may have:
+Each conversation has an environment of its own: an instance of the class, made with the arguments of the configuration,
+in a separate process. Beside the methods of the protocol it may have:
 
 - `tools`: definitions of functions, as OpenAI writes them, which the chat template shows to the model.
 - `async replay(turns)`: bring an environment that was just reset to where it is after the `turns`, of class `Turn`.

@@ -13,10 +13,11 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from storage.errors import InputError, SyncMismatch, WorkerLost
+from storage.errors import InputError, WorkerLost
 from tasks.engine.protocol import Collected, Finished, Sampling, TokenIds
 from tasks.environments.trajectory import Answer
 from tasks.workers.engines import EngineHandle
+from tasks.workers.sampling import check_version
 
 _WAIT_S = 0.05
 """Seconds of one call, and so the longest time for which a new request waits for a step."""
@@ -131,11 +132,7 @@ class EngineSampler(Sampler):
 
     def _resolve(self, lane: _Lane, collected: Collected) -> None:
         for batch in collected.finished:
-            if self._version not in (None, batch.weight_version):
-                raise SyncMismatch(
-                    f"an engine has sampled with weights of version {batch.weight_version}, but those of version "
-                    f"{self._version} were asked for; the answer is not used. Run again, which syncs the weights again"
-                )
+            check_version(batch.weight_version, self._version)
             lane.flying.pop(batch.number).resolve(_answer(batch))
 
     def _lose(self, lane: _Lane, error: BaseException) -> None:

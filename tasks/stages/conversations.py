@@ -9,7 +9,6 @@ from pydantic import JsonValue
 
 from storage.backends.root import Root
 from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment
-from tasks.config.playing import EnvironmentSection
 from tasks.config.run import RunConfig
 from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.driving import Driver, driving
@@ -60,11 +59,6 @@ def environment_source(config: RunConfig) -> dict[str, JsonValue]:
     return {found.name: source_digest(found)}
 
 
-def limits_of(config: RunConfig, section: EnvironmentSection) -> Limits:
-    """Limits of a run's conversations."""
-    return Limits(section.turns, section.tokens, section.seconds, section.retries, config.engine.max_model_len)
-
-
 def play(
     root: Root,
     engines: Sequence[EngineHandle],
@@ -90,7 +84,7 @@ def play(
     assert section is not None
     if not pieces:
         return
-    limits = limits_of(config, section)
+    limits = Limits(section.turns, section.tokens, section.seconds, section.retries, config.engine.max_model_len)
     with Host(section) as host, EngineSampler(engines, version) as sampler, ExitStack() as stack:
         if host.drives:
             player = stack.enter_context(driving(section, host, sampler, sampling, codec, limits, model_dir))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -71,7 +72,7 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
         facts={
             "cursor": before.cursor + work.config.rollout.prompts,
             "weight_version": served.weight_version,
-            **({ENVIRONMENT: sources} if (sources := environment_source(work.config)) else {}),
+            **({ENVIRONMENT: sampler.sources} if sampler.sources else {}),
         },
         metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale},
     )
@@ -222,9 +223,13 @@ class _Sampler:
         The run's configuration and its prompts are fixed; what may change between two starts is in the digest.
         """
         first = groups.position - self.cursor
-        played = environment_source(self.work.config).values()
-        decides = [self.served.digest, self.work.config.engine.precision, *played]
+        decides = [self.served.digest, self.work.config.engine.precision, *self.sources.values()]
         return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"
+
+    @cached_property
+    def sources(self) -> dict[str, JsonValue]:
+        """`environment_source` of the run, read once for all pieces."""
+        return environment_source(self.work.config)
 
     def _key(self, groups: Groups) -> str:
         return piece_key(self.work.writer, self._name(groups))

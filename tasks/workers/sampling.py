@@ -186,7 +186,7 @@ class _Shared:
         collected = engine.collect(WAIT_S)
         self._grow(collected)
         for batch in collected.finished:
-            self._check_version(batch.weight_version)
+            check_version(batch.weight_version, self._version)
             self._ready(batch.number, batch.completions)
         with self._changed:
             finished = {batch.number for batch in collected.finished}
@@ -202,20 +202,13 @@ class _Shared:
         """Note the growth of responses, and tell it by batch unless the batch is finished by now."""
         told: dict[int, list[Increment]] = {}
         for one in collected.increments:
-            self._check_version(one.weight_version)
+            check_version(one.weight_version, self._version)
             rows = self._begun[one.number]
             rows[one.row] = rows[one.row].grown(one.grown)
             told.setdefault(one.number, []).append(one)
         for number in told.keys() - {batch.number for batch in collected.finished}:
             if self._growing is not None:
                 self._growing.grown(number, told[number])
-
-    def _check_version(self, version: int | None) -> None:
-        if self._version not in (None, version):
-            raise SyncMismatch(
-                f"an engine has sampled with weights of version {version}, but those of version "
-                f"{self._version} were asked for; the samples are not used. Run again, which syncs the weights again"
-            )
 
     def _lose(self, place: int) -> bool:
         """Take back what a lost engine had; whether another engine remains."""
@@ -225,3 +218,12 @@ class _Shared:
             self._stopped = self._stopped or not self._given
             self._changed.notify_all()
             return bool(self._given)
+
+
+def check_version(sampled: int | None, wanted: int | None) -> None:
+    """Check that an engine has sampled with the weights of version `wanted`; None allows any. Raises SyncMismatch."""
+    if wanted not in (None, sampled):
+        raise SyncMismatch(
+            f"an engine has sampled with weights of version {sampled}, but those of version "
+            f"{wanted} were asked for; the samples are not used. Run again, which syncs the weights again"
+        )
