@@ -1,5 +1,5 @@
-"""A run is killed in the middle of a rollout and continued under another runtime setting, each setting both ways. It
-has the same rows and weights as an uninterrupted run."""
+"""A run is killed in the middle of a rollout and continued under other runtime settings, each setting both ways. It has
+the same rows and weights as an uninterrupted run."""
 
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,10 @@ NEEDS = {
     "train.parallel.expert_tensor": ["train.parallel.tensor=2"],
 }
 """Settings without which another setting is refused."""
+LAYOUT = "train.parallel."
+OTHERS = [name for name in SETTINGS if not name.startswith(LAYOUT)]
+TOGETHER = [*([name] for name in SETTINGS if name.startswith(LAYOUT)), *(OTHERS[first::6] for first in range(6))]
+"""Settings that CI changes at once; of a layout's, many exclude others."""
 NOT_HERE = {
     "run.name": "the id of the run",
     "model.source": "this run's model is generated; what it was is in the digests of `prepare`",
@@ -123,8 +127,9 @@ def test_every_runtime_setting_is_in_the_table():
     assert runtime == SETTINGS.keys() | NOT_HERE.keys()
 
 
-def settings(name: str, value: Any) -> RunConfig:
-    return small_config(["run.iterations=1", f"{name}={value}", *NEEDS.get(name, [])])
+def settings(values: dict[str, Any]) -> RunConfig:
+    needed = [setting for name in values for setting in NEEDS.get(name, [])]
+    return small_config(["run.iterations=1", *needed, *(f"{name}={value}" for name, value in values.items())])
 
 
 def drive(root: Root, scratch: Path, config: RunConfig, **more: Any) -> None:
@@ -149,20 +154,22 @@ def whole(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["there", "back"])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, way, whole, root: Root, tmp_path: Path):
-    before, after = SETTINGS[name] if way == "there" else SETTINGS[name][::-1]
+@pytest.mark.parametrize("way", [0, 1], ids=["there", "back"])
+@pytest.mark.parametrize(
+    "names", [*TOGETHER, *(pytest.param([name], marks=pytest.mark.full, id=name) for name in OTHERS)], ids="+".join
+)
+def test_settings_that_change_while_the_run_is_down_change_no_result(names, way, whole, root: Root, tmp_path: Path):
+    before, after = ({name: SETTINGS[name][place] for name in names} for place in (way, 1 - way))
     with pytest.raises(Killed):
         interruption = killing(Stage.ROLLOUT, 1, Point.MID_PART, after=1)
-        drive(root, tmp_path / "first", settings(name, before), at=interruption)
-    drive(root, tmp_path / "second", settings(name, after))
+        drive(root, tmp_path / "first", settings(before), at=interruption)
+    drive(root, tmp_path / "second", settings(after))
     rows, rewards, weights, begun = look(root)
     assert rows.num_rows == PROMPTS * SAMPLES
     assert rows.equals(whole[0])
     assert rewards.equals(whole[1])
     assert weights == whole[2]
-    if not name.startswith("train.parallel"):  # the state of iteration 0 records the layout
+    if not names[0].startswith(LAYOUT):  # the state of iteration 0 records the layout
         assert begun == whole[3]
 
 
@@ -170,19 +177,19 @@ def test_a_setting_that_changes_while_the_run_is_down_changes_no_result(name, wa
 def test_a_run_never_mixes_precisions(before, after, root: Root, tmp_path: Path):
     with pytest.raises(Killed):
         interruption = killing(Stage.ROLLOUT, 1, Point.MID_PART, after=1)
-        drive(root, tmp_path / "first", settings("engine.precision", before), at=interruption)
+        drive(root, tmp_path / "first", settings({"engine.precision": before}), at=interruption)
     with pytest.raises(InputError, match=f"engine.precision: the run was started with '{before}', .* '{after}'"):
-        drive(root, tmp_path / "second", settings("engine.precision", after))
+        drive(root, tmp_path / "second", settings({"engine.precision": after}))
 
 
 def test_a_piece_of_an_earlier_version_is_sampled_again(whole, root: Root, tmp_path: Path):
     """The name of such a piece was only a number, which does not say which groups are in it."""
     with pytest.raises(Killed):
-        drive(root, tmp_path / "first", settings("run.iterations", 1), at=killing(Stage.ROLLOUT, 1, Point.MID_PART, 1))
+        drive(root, tmp_path / "first", settings({}), at=killing(Stage.ROLLOUT, 1, Point.MID_PART, 1))
     (piece,) = root.keys(f"{RUN}/manifests/000001/rollout.r0.pieces")
     served = need(root, RUN, 0, Stage.WEIGHT_SYNC).digest
     root.put_if_absent(f"{RUN}/manifests/000001/rollout.r0.pieces/00001-{served[:12]}.json", root.read_bytes(piece))
     root.remove(piece)
-    drive(root, tmp_path / "second", settings("run.iterations", 1))
+    drive(root, tmp_path / "second", settings({}))
     assert look(root)[0].equals(whole[0])
     assert "sampled_again" not in need(root, RUN, 1, Stage.ROLLOUT).metrics
