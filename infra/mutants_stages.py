@@ -57,14 +57,6 @@ STAGES = (
         _FAULTS,
     ),
     Mutant(
-        "piece-of-other-precision",
-        "a piece of a rollout is adopted whatever precision the engine had",
-        "tasks/stages/rollout.py",
-        "decides = [self.served.digest, self.work.config.engine.precision, *self.sources.values()]",
-        "decides = [self.served.digest, *self.sources.values()]",
-        _STAGES,
-    ),
-    Mutant(
         "piece-by-number",
         "a piece of a rollout is named by its number, whatever groups are in it",
         "tasks/stages/rollout.py",
