@@ -31,6 +31,7 @@ from tasks.checks import advice, prepared_stage, prompt_notes
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings, prepare_process
 from tasks.config.run import RunConfig
+from tasks.environments.hosting import host_processes
 from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
@@ -123,7 +124,7 @@ def open_context(
             scratch() as folder,
             process_cluster() as cluster,
             Fleet(name, config, cluster) as fleet,
-            injected(cluster.settings.faults, fleet.processes),
+            injected(cluster.settings.faults, lambda: {**fleet.processes(), **host_processes()}),
             Subflows(name, config.run.iterations, progress.advanced) as page,
             WriteBehind() as outbox,
         ):

@@ -62,4 +62,12 @@ ENVIRONMENTS = (
         "np.full(count, True)",
         ("tests/tasks/environments/test_trajectory.py", *_PLAYED),
     ),
+    Mutant(
+        "course-in-identity",
+        "times and failures of conversations are in the identity of a rollout, so a killed run has others",
+        "storage/manifest.py",
+        "for part in self.parts if not part.measured",
+        "for part in self.parts",
+        ("tests/storage/test_manifest.py",),
+    ),
 )

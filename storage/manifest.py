@@ -1,6 +1,7 @@
 """Manifests: the result of a finished stage, and the one commit point."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Annotated, Literal, Protocol, Self
@@ -86,6 +87,8 @@ class Part(BaseModel, frozen=True, extra="forbid"):
     bytes: NonNegativeInt  # size of the object in bytes
     digest: str  # xxh3-128 of the object, hexadecimal
     rows: NonNegativeInt | None = None  # rows, if the part is a table
+    measured: Annotated[bool, Field(exclude_if=operator.not_)] = False
+    """True if it tells how the work went, as times and failures. It is no part of the manifest's identity."""
 
     @model_validator(mode="after")
     def _stays_inside(self) -> Self:
@@ -138,7 +141,8 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
             work = f"{self.stage} of iteration {self.iteration} of run {self.run}"
             raise StageFailed(f"{work} is not committed: {unusable}")
         named = _IDENTITY if self.content is None else _IDENTITY_OF_CONTENT
-        return value_digest(self.model_dump(mode="json", include=named))
+        result = self.model_copy(update={"parts": tuple(part for part in self.parts if not part.measured)})
+        return value_digest(result.model_dump(mode="json", include=named))
 
     @property
     def key(self) -> str:

@@ -30,7 +30,7 @@ class PieceRecord(BaseModel, frozen=True, extra="forbid"):
     format_version: Literal[1] = 1  # version of this record's own format
     part: Part  # the part that is done
     scores: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
-    """Scores of its rows where environments gave them; no other piece has the key."""
+    """Scores of its rows where environments gave them, and how each was played; no other piece has the key."""
 
 
 def find_piece(writer: PartWriter, name: str) -> Part | None:
@@ -102,7 +102,7 @@ class TurnEvent(BaseModel, frozen=True, extra="forbid"):
     finish_reason: str = ""  # end of that answer
     reward: float | None = None
     done: bool = False
-    seconds: float = 0.0  # time that the environment took
+    seconds: float = 0.0  # time that the environment took, or the engines for the answer
     state: str | None = None  # text from which the environment can be loaded, if it gives one
     goes_on: bool = False  # True if it can go on in another process; of a failure, if the turns before it count
     reason: str = ""  # of a failure

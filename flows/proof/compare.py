@@ -20,6 +20,8 @@ from tasks.stages.names import Stage
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")
 """Name endings of metrics that measure the work and not its result."""
+_OF_INTERRUPTIONS = ("sampled_again", "environment_failures")
+"""Name beginnings of metrics that count what interrupted the work: a call that was open at a kill is a failure."""
 
 
 class Difference(BaseModel, frozen=True, extra="forbid"):
@@ -157,7 +159,7 @@ def _metrics(left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[s
 
 
 def _of_result(name: str) -> bool:
-    return not name.endswith(_OF_ONE_PROCESS) and not name.startswith("sampled_again")
+    return not name.endswith(_OF_ONE_PROCESS) and not name.startswith(_OF_INTERRUPTIONS)
 
 
 def _facts(left: Manifest, right: Manifest) -> Iterator[str]:

@@ -26,7 +26,8 @@ _SPELLING = re.compile(r"(?P<stage>[a-z-]+)@(?P<iteration>\d+):(?P<point>[a-z-]+
 _PLANNED, _DELIVERED, _REACHED = "planned", "delivered", "reached.jsonl"
 
 Processes = Callable[[], Mapping[str, int]]
-"""Process ids of the run's workers by victim name: `trainer-0`, `engine-0`, `core-0`, `worker-0`, `node`."""
+"""Process ids of the run's processes by victim name: `trainer-0`, `engine-0`, `core-0`, `worker-0`, `node`, and
+`environment-0`, the host of the environments of a rollout."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Fault:
     iteration: int
     point: Point
     victim: str = FLOW
-    """`flow`, `node`, `trainer-RANK`, `engine-NUMBER`, or of the processes that vLLM starts for an engine `core-NUMBER`
-    (its scheduler) or `worker-NUMBER` (counted over all engines)."""
+    """`flow`, `node`, `trainer-RANK`, `engine-NUMBER`, `environment-0`, or of the processes that vLLM starts for an
+    engine `core-NUMBER` (its scheduler) or `worker-NUMBER` (counted over all engines)."""
 
     def __str__(self) -> str:
         return f"{self.stage}@{self.iteration}:{self.point}:{self.victim}"

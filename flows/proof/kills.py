@@ -10,6 +10,9 @@ from storage.kill_points import Point
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 
+_ENVIRONMENT = "environment"
+_PLAYING = (Point.MID_RESPONSE, Point.MID_PART)  # of a rollout: the host of its environments is there
+
 
 def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[Fault, ...]:
     """Random points of a run, at most one per stage and iteration, in the order of work. With `regenerate` the run
@@ -57,6 +60,8 @@ def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
     if stage is Stage.TRAIN:  # engines start beside it, or with `train.memory` behind it
         late = ("engine-", "core-", "worker-") if config.train.memory.in_use else ("core-", "worker-")
         workers = [one for one in workers if not one.startswith(late)]
+    if stage is not Stage.ROLLOUT or point not in _PLAYING:
+        workers = [one for one in workers if not one.startswith(_ENVIRONMENT)]
     return [FLOW, NODE, *workers]
 
 
@@ -66,7 +71,8 @@ def _workers(config: RunConfig) -> list[str]:
     several = engine.tensor > 1
     cores = engine.count if several or engine.own_process else 0  # by default it depends on the machine
     workers = engine.count * engine.tensor if several else 0
-    counts = {"engine": engine.count, "core": cores, "worker": workers}
+    hosts = int(config.environment is not None)
+    counts = {"engine": engine.count, "core": cores, "worker": workers, _ENVIRONMENT: hosts}
     return [*ranks, *(f"{kind}-{number}" for kind, count in counts.items() for number in range(count))]
 
 

@@ -22,10 +22,10 @@ from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.endpoint.sessions import Session
 from tasks.engine.protocol import Sampling, TokenIds
-from tasks.environments.conversation import Limits, Note, Played, Task, answer_of, called_with, failures_of
+from tasks.environments.conversation import Limits, Note, Played, Task, answer_of, called_with, failures_of, since
 from tasks.environments.hosting import EnvironmentFailed, Host
 from tasks.environments.sampler import Sampler
-from tasks.environments.scores import PlayedScore
+from tasks.environments.scores import Course, Kept, PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
 
 _LOOK_S = 0.1
@@ -81,20 +81,24 @@ class Driver:
         the one of the last answer; its first turn tells of the others, and of what a client asked in vain."""
         sampler, failures = RecordedSampler(self.sampler, past, note), [one for one in past if one.kind == "failed"]
         while len(failures) <= self.limits.retries:
+            clock = time.monotonic()
             session = self.endpoint.open(task.seed, self.limits.turns, self.limits.tokens or 1 << 30, sampler)
             try:
                 reward = await self._driven(task, session, sampler)
             except EnvironmentFailed as failure:
                 event = TurnEvent(row=0, kind="failed", reason=failure.reason, detail=failure.detail)
             else:
-                row = _row(session)
-                rewards = [None] * (row.answers - 1)
-                return Played(row, PlayedScore([*rewards, reward], failures_of(failures), ended=True))
+                row, took = _row(session), session.sampling_s
+                score = PlayedScore(rewards=(*[None] * (row.answers - 1), reward))
+                course = Course(failures=failures_of(failures), environment_s=(since(clock) - took,), sampling_s=took)
+                return Played(row, Kept(score=score, course=course))
             finally:
                 self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function
             failures.append(event)
             await note(event)
-        return Played(Trajectory(task.prompt), PlayedScore([], failures_of(failures), ended=False))
+        course = Course(failures=failures_of(failures), environment_s=(), sampling_s=0.0)
+        score = PlayedScore(rewards=(), failure=course.failures[-1])
+        return Played(Trajectory(task.prompt), Kept(score=score, course=course))
 
     async def _driven(self, task: Task, session: Session, sampler: RecordedSampler) -> float:
         """The reward. Raises EnvironmentFailed: the function has failed, or takes too long beside the engines."""

@@ -18,7 +18,7 @@ from tasks.engine.protocol import Sampling, TokenIds
 from tasks.environments.hosting import EnvironmentFailed, Host, Opened
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
-from tasks.environments.scores import Failure, PlayedScore
+from tasks.environments.scores import Course, Failure, Kept, PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
 
 Note = Callable[[TurnEvent], Awaitable[None]]  # returns when the event is durable
@@ -54,7 +54,7 @@ class Played(NamedTuple):
     """A conversation that is over."""
 
     trajectory: Trajectory
-    score: PlayedScore
+    kept: Kept
 
 
 class Conversation:
@@ -80,7 +80,7 @@ class Conversation:
     @property
     def spent(self) -> float:
         """Seconds of the environment."""
-        return sum(event.seconds for event in self.events)
+        return sum(event.seconds for event in self.events if event.kind != "called")
 
     @property
     def room(self) -> int:
@@ -141,7 +141,7 @@ class Conversation:
             last = int(self._there.tokens[-1])
             tokens = self._renderer.after(self.messages, new, self.events[0].tools, last).tokens
             if len(tokens) < self.room:
-                self._there.observe(tokens, _role(new), results=_results(new), seconds=event.seconds)
+                self._there.observe(tokens, _role(new), results=_results(new))
             else:
                 self.ended = True
         self.messages += new
@@ -203,8 +203,9 @@ class Player:
             assert trajectory is not None
             most = min(self.sampling.max_tokens, conversation.room)
             sampling = self.sampling.model_copy(update={"max_tokens": most})
+            clock = time.monotonic()
             answer = await self.sampler.sample(trajectory.tokens, task.seed, sampling)
-            await self._note(conversation, note, called_with(answer))
+            await self._note(conversation, note, called_with(answer, seconds=since(clock)))
             asked = {"action": conversation.action}
             told = await self._ask(task, conversation, opened, f"turn {trajectory.answers}", **asked)
             if told["done"] and told["reward"] is None:
@@ -228,8 +229,7 @@ class Player:
     async def _ask(self, task: Task, conversation: Conversation, opened: Opened, what: str, **asked: Any) -> Any:
         clock, left = time.monotonic(), max(0.0, self.limits.seconds - conversation.spent)
         answer = await opened.ask(left, f"{what} of {task}", **asked)
-        seconds = round(time.monotonic() - clock, 6)
-        return {**answer, "messages": _messages(answer.pop("observation", None)), "seconds": seconds}
+        return {**answer, "messages": _messages(answer.pop("observation", None)), "seconds": since(clock)}
 
     async def _note(self, conversation: Conversation, note: Note, event: TurnEvent) -> None:
         try:
@@ -240,15 +240,27 @@ class Player:
 
 
 def _result(task: Task, conversation: Conversation) -> Played:
-    rewards = [event.reward for event in conversation.events if event.kind == "told"]
-    trajectory = conversation.trajectory or Trajectory(task.prompt)
-    return Played(trajectory, PlayedScore(rewards, failures_of(conversation.failures), ended=conversation.ended))
+    rewards = tuple(event.reward for event in conversation.events if event.kind == "told")
+    sampled = sum(event.seconds for event in conversation.events) - conversation.spent
+    environment = tuple(event.seconds for event in conversation.events if event.kind != "called")
+    failures = failures_of(conversation.failures)
+    kept = Kept(
+        score=PlayedScore(rewards=rewards, failure=None if conversation.ended else failures[-1]),
+        course=Course(failures=failures, environment_s=environment, sampling_s=sampled),
+    )
+    return Played(conversation.trajectory or Trajectory(task.prompt), kept)
 
 
-def called_with(answer: Answer, detail: str = "") -> TurnEvent:
-    """The event of an answer that is about to be used."""
+def since(clock: float) -> float:
+    """Seconds since a time of the monotonic clock."""
+    return round(time.monotonic() - clock, 6)
+
+
+def called_with(answer: Answer, detail: str = "", seconds: float = 0.0) -> TurnEvent:
+    """The event of an answer that is about to be used; the engines took `seconds` for it."""
     record = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
-    return TurnEvent(row=0, kind="called", answer=record, finish_reason=answer.finish_reason, detail=detail)
+    end = answer.finish_reason
+    return TurnEvent(row=0, kind="called", answer=record, finish_reason=end, detail=detail, seconds=seconds)
 
 
 def answer_of(event: TurnEvent) -> Answer:
@@ -258,9 +270,9 @@ def answer_of(event: TurnEvent) -> Answer:
     return Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version)
 
 
-def failures_of(events: Sequence[TurnEvent]) -> list[Failure]:
+def failures_of(events: Sequence[TurnEvent]) -> tuple[Failure, ...]:
     """The failures that events tell of."""
-    return [Failure(one.reason, one.detail) for one in events]
+    return tuple(Failure.model_validate({"reason": one.reason, "detail": one.detail}) for one in events)
 
 
 def _event(kind: Literal["begun", "told"], values: Mapping[str, Any]) -> TurnEvent:

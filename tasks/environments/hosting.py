@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Self
 
+import psutil
+
 from storage.errors import InputError
 from tasks.config.environment import scoring_environment, without_secrets
 from tasks.config.playing import EnvironmentSection
@@ -102,6 +104,16 @@ class Host:
                 "environment.arguments, or name another one"
             )
         self.source, self.drives = hello["source"], hello["drives"]
+
+
+def host_processes() -> dict[str, int]:
+    """Process ids of the hosts that this process has started, as `environment-NUMBER`."""
+    found: dict[str, int] = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it ends meanwhile
+            if child.cmdline()[-1:] == _COMMAND[-1:]:
+                found[f"environment-{len(found)}"] = child.pid
+    return found
 
 
 def _environment(variables: Sequence[str]) -> dict[str, str]:

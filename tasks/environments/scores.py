@@ -1,47 +1,80 @@
 """The score of a conversation: the sum of the rewards of its answers, or the failure for which it has none."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+
+from pydantic import BaseModel, JsonValue
 
 from tasks.rewards.calling import NotFinite, weighted
 from tasks.rewards.sample import Reason, Score, failed
 
 
-class Failure(NamedTuple):
+class Failure(BaseModel, frozen=True, extra="forbid"):
     """A failure of an environment."""
 
-    reason: str  # of `Reason`
+    reason: Reason
     detail: str
 
 
-class PlayedScore(NamedTuple):
-    """Rewards and failures of one sample."""
+class PlayedScore(BaseModel, frozen=True, extra="forbid"):
+    """Rewards of one sample."""
 
-    rewards: Sequence[float | None]  # of its answers, in order; None where there is none
-    failures: Sequence[Failure]  # of all its environments, in order
-    ended: bool  # False if there were too many failures
-
-    def document(self) -> dict[str, Any]:
-        """As it is stored."""
-        return {**self._asdict(), "failures": [one._asdict() for one in self.failures]}
-
-    @classmethod
-    def read(cls, document: Any) -> "PlayedScore":
-        """From what is stored."""
-        return cls(**{**document, "failures": [Failure(**one) for one in document["failures"]]})
+    rewards: tuple[float | None, ...]
+    """Of its answers, in order; None where there is none."""
+    failure: Failure | None = None
+    """The last failure, if there were too many."""
 
     @property
     def score(self) -> Score:
         """The reward; an answer without one adds nothing."""
-        if not self.ended:
-            return failed(cast(Reason, self.failures[-1].reason), self.failures[-1].detail)
+        if self.failure is not None:
+            return failed(self.failure.reason, self.failure.detail)
         try:
             return Score(weighted({f"{at}": (one or 0.0, 1.0) for at, one in enumerate(self.rewards)}), "ok")
         except NotFinite as flaw:
             return failed("non_finite", str(flaw))
 
 
+class Course(BaseModel, frozen=True, extra="forbid"):
+    """Course of one conversation, which may differ between two runs with the same result."""
+
+    failures: tuple[Failure, ...]
+    """Of all its environments, in order."""
+    environment_s: tuple[float, ...]
+    """Seconds of the last environment: of its beginning, and of each answer; of a function that drives, in all."""
+    sampling_s: float
+    """Seconds of waiting for the engines, for the answers that are in its row."""
+
+
+class Kept(BaseModel, frozen=True, extra="forbid"):
+    """A conversation beside its row."""
+
+    score: PlayedScore
+    course: Course
+
+    def document(self) -> dict[str, JsonValue]:
+        """As it is stored with its piece."""
+        return self.model_dump(mode="json")
+
+
 def read_scores(content: bytes) -> list[PlayedScore]:
     """The scores of a rollout, in the order of its rows."""
-    return [PlayedScore.read(one) for one in json.loads(content)]
+    return [PlayedScore.model_validate(one) for one in json.loads(content)]
+
+
+def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
+    """Metrics of conversations: turns are answers of the policy; seconds are summed over conversations, many of which
+    are played at a time; a failure that was not the last one of its conversation was retried."""
+    turns = [len(one.score.rewards) for one in kept]
+    reasons = Counter(failure.reason for one in kept for failure in one.course.failures)
+    lost = sum(one.score.failure is not None for one in kept)
+    return {
+        "turns_mean": sum(turns) / len(turns),
+        "turns_max": float(max(turns)),
+        "environment_s": sum(sum(one.course.environment_s) for one in kept),
+        "sampling_s": sum(one.course.sampling_s for one in kept),
+        "environment_failures": float(reasons.total()),
+        "environment_failures_retried": float(reasons.total() - lost),
+        **{f"environment_failures_{reason}": float(count) for reason, count in sorted(reasons.items())},
+    }

@@ -27,6 +27,7 @@ from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
 from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Every, Sampling, token_rows
 from tasks.environments.conversation import Played, Task
+from tasks.environments.scores import Kept, play_metrics
 from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play
@@ -35,7 +36,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory, prompts, records_of, shares, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.views import ENVIRONMENT, SCORES, Prepared, Rollouts, Served
+from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 
@@ -59,7 +60,7 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
     repeated = (
         {} if kept is None or work.config.environment else sampler.sample_again(engines, pieces[kept], groups[kept])
     )
-    scores = sampler.scores(groups)
+    played = sampler.played(groups)
     samples = pa.concat_tables([piece.table for piece in pieces])
     _check_rows(samples, groups, work.config.rollout.samples)
     ahead = work.config.rollout.ahead
@@ -67,14 +68,19 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
         work.context.outbox.settle()
     stale = {"staleness": float(work.iteration - 1 - served.weight_version)} if ahead else {}
     return StageOutput(
-        parts=(*(piece.part for piece in pieces), *scores),
+        parts=(*(piece.part for piece in pieces), *sampler.parts_of(played)),
         schema_fingerprint=fingerprint(ROLLOUT),
         facts={
             "cursor": before.cursor + work.config.rollout.prompts,
             "weight_version": served.weight_version,
             **({ENVIRONMENT: sampler.sources} if sampler.sources else {}),
         },
-        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale},
+        metrics={
+            **rollout_metrics(samples, seconds if kept is None else None),
+            **(play_metrics(played) if played else {}),
+            **repeated,
+            **stale,
+        },
     )
 
 
@@ -205,12 +211,21 @@ class _Sampler:
         kept = find_piece(self.work.writer, self._name(groups))
         return None if kept is None else Piece(kept, self._stored(kept), kept=True)
 
-    def scores(self, groups: list[Groups]) -> list[Part]:
-        """The part with the rewards that environments gave; none without environments."""
+    def played(self, groups: list[Groups]) -> list[Kept]:
+        """Scores and courses of conversations in the order of their rows; none without environments."""
         if self.work.config.environment is None:
             return []
-        found = [score for one in groups for score in find_scores(self.work.writer, self._name(one))]
-        return [self.work.writer.write_bytes(SCORES, json.dumps(found).encode())]
+        documents = [one for some in groups for one in find_scores(self.work.writer, self._name(some))]
+        return [Kept.model_validate(one) for one in documents]
+
+    def parts_of(self, played: Sequence[Kept]) -> list[Part]:
+        """The parts with the rewards that environments gave, and with how that went; none without environments."""
+        if not played:
+            return []
+        scores, courses = zip(*((one["score"], one["course"]) for one in map(Kept.document, played)), strict=True)
+        write = self.work.writer.write_bytes
+        course = write(PLAYED, json.dumps(courses).encode()).model_copy(update={"measured": True})
+        return [write(SCORES, json.dumps(scores).encode()), course]
 
     def _store(self, index: int, groups: Groups, table: pa.Table, scores: Sequence[dict[str, JsonValue]]) -> Piece:
         part = self.work.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
@@ -272,7 +287,7 @@ class _Sampler:
 
         def ready(number: int, played: list[Played]) -> None:
             columns = columns_of([one.trajectory for one in played])
-            store(number, columns, [one.score.document() for one in played])
+            store(number, columns, [one.kept.document() for one in played])
 
         version = self.served.weight_version
         model, go_on = model_directory(work.context, self.prepared), work.context.go_on

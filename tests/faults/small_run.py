@@ -34,6 +34,7 @@ from storage.kill_points import Point
 from storage.ownership.lease import Lease
 from storage.write_behind import WriteBehind
 from tasks.config.code_version import code_version
+from tasks.environments.hosting import host_processes
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tests.faults.journal import Journal
@@ -142,7 +143,7 @@ class Observer:
         return self._parts % PIECES == 1
 
     def _kill(self, point: Point, key: str) -> None:
-        faults, processes = self._plan.faults, self._fleet.processes()
+        faults, processes = self._plan.faults, {**self._fleet.processes(), **host_processes()}
         before = faults.delivered()
         faults.observe(point, key, lambda: processes)
         for fault in faults.delivered()[len(before) :]:

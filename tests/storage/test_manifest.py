@@ -50,6 +50,7 @@ KEY = layout.manifest_key("run", 1, Stage.ROLLOUT, 0)
         {"revision": 1},
         {"epoch": 7},
         {"origin": Origin(run="parent", digest="d", config_digest="c")},
+        {"parts": (*manifest().parts, PART.model_copy(update={"measured": True}))},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -37,13 +37,17 @@ def config(kind, arguments=None, *settings):
 
 
 def rollout(root):
-    """Rows of the rollout, without the time that each turn took."""
-    rows = read_table(root, need(root, RUN, 1, Stage.ROLLOUT), ROLLOUT).to_pylist()
-    return [{**row, "turns": [{**turn, "seconds": None} for turn in row["turns"]]} for row in rows]
+    return read_table(root, need(root, RUN, 1, Stage.ROLLOUT), ROLLOUT).to_pylist()
 
 
 def rewards(root):
     return read_table(root, need(root, RUN, 1, Stage.REWARD), REWARD).to_pylist()
+
+
+def identity(root):
+    """The rollout's identity, as if every class had the name `Sums`."""
+    manifest = need(root, RUN, 1, Stage.ROLLOUT)
+    return manifest.model_copy(update={"config_digest": "", "facts": {}, "inputs": {}}).digest
 
 
 def played(folder, *given):
@@ -108,13 +112,14 @@ def test_after_random_kills_tokens_and_rewards_are_those_of_an_undisturbed_run(t
     driver(root, given, tmp_path / "last").drive()
     assert rollout(root) == rollout(undisturbed)
     assert rewards(root) == rewards(undisturbed)
+    assert identity(root) == identity(undisturbed)
     assert verify(root, RUN).sound
 
 
 def failures(root):
     """The failures of each sample, as text."""
-    stored = read_scores(read_part(root, need(root, RUN, 1, Stage.ROLLOUT).part("scores.json")))
-    return [[f"{one.reason}: {one.detail}" for one in score.failures] for score in stored]
+    stored = json.loads(read_part(root, need(root, RUN, 1, Stage.ROLLOUT).part("played.json")))
+    return [[f"{one['reason']}: {one['detail']}" for one in played["failures"]] for played in stored]
 
 
 def test_no_call_whose_result_is_stored_is_made_again(tmp_path):
@@ -151,6 +156,12 @@ def test_an_environment_that_is_lost_once_costs_only_its_open_turn(tmp_path, und
     word = {"die": "exit: the process of its environment ended during turn 2", "hang": "timeout: turn 2"}[how]
     assert all(one.startswith(word) and "of prompt '" in one for one in found)
     assert rewards(root) == rewards(undisturbed)
+    found = need(root, RUN, 1, Stage.ROLLOUT).metrics
+    reason = {"die": "exit", "hang": "timeout"}[how]
+    counted = {name: value for name, value in found.items() if name.startswith("environment_failures")}
+    assert counted == dict.fromkeys(
+        ("environment_failures", *(f"environment_failures_{one}" for one in (reason, "retried"))), 6
+    )
     assert not [one for one in psutil.process_iter(["cmdline"]) if "987654" in (one.info["cmdline"] or [])]
 
 
