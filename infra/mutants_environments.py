@@ -26,7 +26,7 @@ ENVIRONMENTS = (
         "failure-is-zero",
         "a conversation that failed has the reward 0",
         "tasks/environments/scores.py",
-        "        if not self.ended:",
+        "        if self.failure is not None:",
         "        if False:",
         _PLAYED,
     ),
