@@ -154,7 +154,8 @@ def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[s
     check(file.schema, schema, where)
     if set(names) != set(schema.names):  # the others are not decompressed
         fields = [schema.names.index(name) for name in names]
-        file = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(included_fields=fields))
+        # more threads would take up to six times the processor for the few buffers of a part
+        file = pa.ipc.open_file(data, options=pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False))
     return file.read_all().select(list(names)).replace_schema_metadata(schema.metadata)
 
 

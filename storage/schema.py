@@ -168,7 +168,7 @@ def fingerprint(schema: pa.Schema) -> str:
 def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
     """Refuse a table whose schema is not `expected`. Raises SchemaMismatch with the place and the first field that
     differs, or with both versions."""
-    if fingerprint(schema) == fingerprint(expected):
+    if schema.equals(expected, check_metadata=True):
         return
     if _table(schema) == _table(expected) and _version(schema) != _version(expected):
         raise SchemaMismatch(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, RootModel
@@ -28,6 +29,7 @@ _DERIVED = pa.schema(
 )  # from the turns, and from the versions of sampled tokens
 _OWN = ("source", "group", "weight_version", "sampled")
 _VERSIONS = ("oldest_version", "newest_version")
+_OF_TOKENS = ("response_tokens", "logprobs")  # with a value for each token of the response, as `sampled`
 _KEYS = ["prompt_id", "sample_id"]
 OFFERED = pa.schema([*(field for field in SELECTION if field.name not in _OWN), *_DERIVED])
 """Columns of a sample that a filter may name."""
@@ -124,34 +126,53 @@ def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[
 
 
 def offered_columns(root: Root, rollout: Manifest, reward: Manifest | None, names: Iterable[str]) -> Iterator[pa.Table]:
-    """The ids of the samples and the columns `names` of OFFERED, a stored part at a time. Nothing else is decompressed,
-    so a million samples take about a second. Raises as `offered`, but does not look for samples that are there
-    twice."""
+    """The ids of the samples and the columns `names` of OFFERED, a stored part at a time; of lists only the lengths:
+    their values are null. Little else is decompressed, so a million samples take about a second of processor. Raises as
+    `offered`, but does not look for samples that are there twice."""
     wanted = {*_KEYS, *names}
-    needed = wanted | ({"turns"} if "finish_reason" in wanted else set())
-    needed |= {"weight_version", "sampled"} if wanted & {*_VERSIONS} else set()
+    schema = pa.schema([_hollow(field) for field in OFFERED if field.name in wanted])
+    needed = _needed(wanted)
     scores = [name for name in _SCORES if name in wanted]
     table = REWARD.empty_table() if reward is None or not scores else read_table(root, reward, REWARD, _KEYS + scores)
     begin = 0
     for part in rollout.parts:
         if part.rows is not None:
-            samples = read_parts(root, [part], ROLLOUT, [name for name in ROLLOUT.names if name in needed])
+            samples = read_parts(root, [part], ROLLOUT, needed)
             own, begin = table.slice(begin, samples.num_rows), begin + samples.num_rows
             if scores and not own.select(_KEYS).equals(samples.select(_KEYS)):  # scored in another order
                 own = table.take(pc.index_in(sample_keys(samples), value_set=sample_keys(table)))  # pyright: ignore[reportAttributeAccessIssue]
-            joined = {name: samples[name] for name in samples.column_names} | {name: own[name] for name in scores}
-            yield _with_derived(joined, samples, rollout.revision, wanted)
+            joined = {name: samples[name] for name in needed} | {name: own[name] for name in scores}
+            columns = _with_derived(joined, samples, rollout.revision, wanted)
+            yield pa.table([columns[name] for name in schema.names], schema=schema)
 
 
-def _with_derived(columns: dict[str, Any], samples: pa.Table, revision: int, wanted: Collection[str]) -> pa.Table:
-    """The wanted columns, those among them that follow from others too."""
+def _needed(wanted: Collection[str]) -> list[str]:
+    """The columns of ROLLOUT that are read for the wanted ones."""
+    sources = {"finish_reason": ("turns",), **dict.fromkeys(_VERSIONS, ("weight_version", "sampled"))}
+    sources |= dict.fromkeys(_OF_TOKENS, ("sampled",))  # as long as these, and a 32nd of their size
+    needed = {source for name in wanted for source in sources.get(name, (name,))}
+    return [name for name in ROLLOUT.names if name in needed]
+
+
+def _hollow(field: pa.Field) -> pa.Field:
+    return field.with_type(pa.list_(pa.null())) if pa.types.is_list(field.type) else field
+
+
+def _lengths(lists: pa.ChunkedArray) -> pa.ListArray:
+    """Lists of the same lengths whose values are null, which takes no memory for them."""
+    ends = np.append(0, np.cumsum(pc.list_value_length(lists).to_numpy()))  # pyright: ignore[reportAttributeAccessIssue]
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.nulls(int(ends[-1])))
+
+
+def _with_derived(columns: dict[str, Any], samples: pa.Table, revision: int, wanted: Collection[str]) -> dict[str, Any]:
+    """The columns, and those among the wanted that follow from others."""
     columns["revision"] = pa.repeat(pa.scalar(revision, pa.int32()), samples.num_rows)
     if "finish_reason" in wanted:
         columns["finish_reason"] = finish_reasons(samples["turns"])
     if {*_VERSIONS} & {*wanted}:
         columns |= dict(zip(_VERSIONS, weight_versions(samples), strict=True))
-    schema = pa.schema([field for field in OFFERED if field.name in wanted])
-    return pa.table([columns[name] for name in schema.names], schema=schema)
+    lists = [name for name in wanted if pa.types.is_list(OFFERED.field(name).type)]
+    return columns | {name: _lengths(samples["sampled" if name in _OF_TOKENS else name]) for name in lists}
 
 
 def sample_keys(table: pa.Table) -> pa.Array:

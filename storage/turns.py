@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from storage.schema import TURN
@@ -59,10 +60,12 @@ def sampled_lengths(sampled: pa.ChunkedArray) -> NDArray[np.int64]:
 def weight_versions(table: pa.Table) -> tuple[pa.Array, pa.Array]:
     """The oldest and the newest weight version that sampled a token of each sample, (N,) each; null where none did."""
     column, sampled = (table[name].combine_chunks() for name in ("weight_version", "sampled"))
-    own = sampled.flatten().to_numpy(zero_copy_only=False)
-    versions = column.flatten().to_numpy(zero_copy_only=False)[own]
-    ends = np.append(0, np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False)))
-    begins = np.append(0, np.cumsum(own))[ends]  # (N + 1,) places among the sampled tokens
+    versions = column.flatten().to_numpy(zero_copy_only=False)
+    begins = np.append(0, np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False)))
+    if not pc.all(sampled.flatten()).as_py():  # pyright: ignore[reportAttributeAccessIssue] - made at import
+        own = sampled.flatten().to_numpy(zero_copy_only=False)
+        versions, begins = versions[own], np.append(0, np.cumsum(own))[begins]
+    # begins: (N + 1,) places among the sampled tokens
     there = np.diff(begins) > 0
     oldest, newest = np.zeros((2, len(column)), np.int32)
     if there.any():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyarrow import acero
 
 from storage.backends.root import Root
 from storage.filters import Condition, parse_condition
@@ -65,7 +66,7 @@ class Answer:
 
 
 class Columns:
-    """Columns of scored rollouts. They stay in memory up to a limit: the oldest go first, and lists go at once."""
+    """Columns of scored rollouts, of lists the lengths. They stay in memory up to a limit: the oldest go first."""
 
     def __init__(self, limit: int = _KEPT) -> None:
         self._limit, self._bytes = limit, 0
@@ -80,7 +81,7 @@ class Columns:
         if missing := [name for name in names if name not in kept.column_names]:
             read = pa.concat_tables(offered_columns(rollout.root, rollout.manifest, rollout.reward, missing))
             kept = pa.table({**_columns(kept), **_columns(read.combine_chunks())})
-            self._keep(key, kept.select([name for name in kept.column_names if not _is_list(name)]))
+            self._keep(key, kept)
         return kept
 
     def _keep(self, key: tuple[str, ...], table: pa.Table) -> None:
@@ -94,10 +95,6 @@ class Columns:
 
 def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
     return dict(zip(table.column_names, table.columns, strict=True))
-
-
-def _is_list(name: str) -> bool:
-    return pa.types.is_list(OFFERED.field(name).type)
 
 
 def search(root: Root, query: Query, columns: Columns) -> Answer:
@@ -124,8 +121,16 @@ def _of_rollout(
 ) -> tuple[int, int, pa.Table]:
     """Samples examined and found, and the first of them with the columns that are shown."""
     table = columns.of(rollout, {*_COLUMNS, *(condition.columns if condition is not None else ())})
-    kept = table if condition is None else table.filter(condition.expression)
-    return table.num_rows, kept.num_rows, _first(kept.select(_COLUMNS), order)
+    shown = table.select(_COLUMNS)
+    kept = shown if condition is None else shown.filter(_are_true(table, condition))
+    return table.num_rows, kept.num_rows, _first(kept, order)
+
+
+def _are_true(table: pa.Table, condition: Condition) -> pa.ChunkedArray:
+    """The truth of a condition for each row. `Table.filter` would copy lists and maps too."""
+    source = acero.Declaration("table_source", acero.TableSourceNodeOptions(table.select(sorted(condition.columns))))
+    truths = acero.Declaration("project", acero.ProjectNodeOptions([condition.expression], ["kept"]), [source])
+    return truths.to_table(use_threads=False)["kept"]
 
 
 def _first(table: pa.Table, order: str) -> pa.Table:

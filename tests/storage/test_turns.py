@@ -40,6 +40,12 @@ def test_versions_are_those_of_sampled_tokens():
     assert (oldest.to_pylist(), newest.to_pylist()) == ([3, 4, None], [5, 4, None])
 
 
+def test_versions_of_rows_of_which_all_is_sampled_or_that_are_empty():
+    schema = pa.schema([ROLLOUT.field(name) for name in ("sampled", "weight_version")])
+    rows = pa.table({"sampled": [[], [True, True], []], "weight_version": [[], [7, 6], []]}, schema=schema)
+    assert [one.to_pylist() for one in weight_versions(rows)] == [[None, 6, None], [None, 7, None]]
+
+
 def test_a_plain_answer_is_one_turn_of_the_assistant():
     turns = one_turn(np.array([2, 0]), pa.array(["stop", "length"]))
     assert turns.type == ROLLOUT.field("turns").type

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -134,41 +133,71 @@ def address(root: Root):
         assert viewer.wait(60) == 0
 
 
-@pytest.mark.slow
-def test_a_browser_shows_it_with_and_without_scripts(root: Root, address: str, tmp_path: Path):
+@pytest.fixture
+def browser():
+    """Chromium without a window."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as browsers:
+        launched = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.mark.slow
+def test_axe_finds_nothing_in_any_page(root: Root, address: str, browser):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="pip install axe-playwright-python")
+    rules = {"resultTypes": ["violations"], "rules": {"target-size": {"enabled": True}}}
+
+    def found() -> tuple[list[str], set[str]]:  # the script comes through the DevTools protocol: pages let none in
+        answer = axe.Axe().run(page, options=rules).response
+        said = [f"{page.url}: {one['id']}: {node['html']}" for one in answer["violations"] for node in one["nodes"]]
+        return said, {one["id"] for one in answer["incomplete"]}
+
+    for scheme in ("light", "dark"):
+        page = browser.new_context(color_scheme=scheme).new_page()
+        page.goto(address)
+        for path in (one for one in [*paths(root), "/run/nobody"] if not one.endswith("/curve")):
+            page.goto(address.partition("?")[0].rstrip("/") + path)
+            flaws, undecided = found()
+            assert not flaws
+            assert undecided <= {"color-contrast"}  # of numbers in drawings: the test of contrast has their colors
+        flawed = "'<input><p id=faint>can hardly be read</p>'"
+        page.evaluate(f"document.querySelector('main').insertAdjacentHTML('beforeend', {flawed})")
+        page.evaluate("document.getElementById('faint').style.opacity = 0.3")
+        assert sorted(one.split(": ")[1] for one in found()[0]) == ["color-contrast", "label"]
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_with_and_without_scripts(root: Root, address: str, browser):
     prompt, sample = sample_of(root)
     place = address.partition("?")[0].rstrip("/")
-    with playwright.sync_playwright() as browsers:
-        browser = browsers.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        plain = browser.new_context(java_script_enabled=False, viewport={"width": 320, "height": 640}).new_page()
-        plain.goto(address)
-        for path in paths(root):
-            plain.goto(place + path)
-            assert plain.evaluate("document.documentElement.scrollWidth") <= 320, path
-        plain.goto(f"{place}/run/{RUN}")
-        plain.get_by_role("link", name="1", exact=True).first.click()  # from the table of iterations to a token
-        plain.locator(".cards a").first.click()
-        assert plain.get_by_role("heading", name="Response by token").is_visible()
-        assert plain.locator(".token[title]").count() > 0
+    plain = browser.new_context(java_script_enabled=False, viewport={"width": 320, "height": 640}).new_page()
+    plain.goto(address)
+    for path in paths(root):
+        plain.goto(place + path)
+        assert plain.evaluate("document.documentElement.scrollWidth") <= 320, path
+    plain.goto(f"{place}/run/{RUN}")
+    plain.get_by_role("link", name="1", exact=True).first.click()  # from the table of iterations to a token
+    plain.locator(".cards a").first.click()
+    assert plain.get_by_role("heading", name="Response by token").is_visible()
+    assert plain.locator(".token[title]").count() > 0
 
-        page, said = browser.new_page(), []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.goto(address)
-        assert page.url == f"{place}/"
-        page.keyboard.press("Tab")
-        assert page.locator(":focus").inner_text() == "Skip to the content"
-        page.goto(f"{place}/run/{RUN}/1/sample?prompt={quote(prompt)}&sample={sample}")
-        page.locator("[data-tokens]").first.focus()
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowRight")
-        assert page.locator("#token-now").inner_text().startswith("token 1: ")
-        page.keyboard.press("Home")
-        assert page.locator("#token-now").inner_text().startswith("token 0: ")
-        page.goto(f"{place}/run/{RUN}/search?where=reward+%3E%3D+0")
-        page.get_by_role("button", name="Copy").click()
-        browser.close()
+    page, said = browser.new_page(), []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(address)
+    assert page.url == f"{place}/"
+    page.keyboard.press("Tab")
+    assert page.locator(":focus").inner_text() == "Skip to the content"
+    page.goto(f"{place}/run/{RUN}/1/sample?prompt={quote(prompt)}&sample={sample}")
+    page.locator("[data-tokens]").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#token-now").inner_text().startswith("token 1: ")
+    page.keyboard.press("Home")
+    assert page.locator("#token-now").inner_text().startswith("token 0: ")
+    page.goto(f"{place}/run/{RUN}/search?where=reward+%3E%3D+0")
+    page.get_by_role("button", name="Copy").click()
     assert not said
