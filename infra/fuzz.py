@@ -1,6 +1,6 @@
 """Does random operations on a run, killed and not killed, and checks after each what must always hold.
 
-    python -m infra.fuzz [--operations N] [--seed S] [--runs R] [--ahead K]
+    python -m infra.fuzz [--operations N] [--seed S] [--runs R] [--ahead K] [--most-prompts M]
 
 Each operation is done in two roots: in one undisturbed, in the other with kills at random points, with objects that
 age by days, with cleaning in between, and with records that are lost, copied, moved or damaged and then restored. The
@@ -104,6 +104,8 @@ class Side:
     """None: undisturbed."""
     ahead: int = 0
     """`rollout.ahead` of the run."""
+    most: int = 0
+    """`rollout.most_prompts` of the run, if it is not 0."""
     killed: int = 0
     left: int = _NEVER
 
@@ -163,8 +165,9 @@ class Side:
 
     def _config(self, operation: Operation) -> RunConfig:
         keep = [f"storage.keep_newest={operation.keep}"] if operation.keep else []
-        ahead = f"rollout.ahead={self.ahead}"
-        return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", ahead, *keep])
+        useful = ("rollout.prompts=3", f"rollout.most_prompts={self.most}", "train.policy.leave_out_equal_groups=true")
+        given = [f"rollout.ahead={self.ahead}", *keep, *(useful if self.most else ())]
+        return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", *given])
 
     def _drive(self, operation: Operation) -> None:
         driver(self.root, self._config(operation), self.scratch).drive()
@@ -209,6 +212,7 @@ class Fuzz:
     seed: int
     folder: Path
     ahead: int = 0
+    most: int = 0
     findings: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
 
@@ -216,7 +220,7 @@ class Fuzz:
         self.chance = random.Random(self.seed)
         kills = random.Random(self.seed + 1)
         self.calm, self.wild = (
-            Side(open_root(str(folder / "runs")), folder / "scratch", chance, self.ahead)
+            Side(open_root(str(folder / "runs")), folder / "scratch", chance, self.ahead, self.most)
             for folder, chance in ((self.folder / "calm", None), (self.folder / "wild", kills))
         )
 
@@ -310,10 +314,10 @@ def _broken_chains(root: Root) -> Iterator[str]:
                 yield f"{one.key} in revision {number}"
 
 
-def fuzz(seed: int, operations: int, ahead: int = 0) -> Fuzz:
+def fuzz(seed: int, operations: int, ahead: int = 0, most: int = 0) -> Fuzz:
     """Do operations in a temporary folder that is removed."""
     with tempfile.TemporaryDirectory(prefix="ratchet-fuzz-") as folder:
-        made = Fuzz(seed, Path(folder), ahead)
+        made = Fuzz(seed, Path(folder), ahead, most)
         for side in (made.calm, made.wild):
             side.scratch.mkdir(parents=True)
         made.run(operations)
@@ -327,13 +331,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds")
     parser.add_argument("--ahead", type=int, default=0, help="rollout.ahead of the run")
+    parser.add_argument("--most-prompts", type=int, default=0, help="rollout.most_prompts of the run; 0 for none")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     found = 0
     for seed in range(given.seed, given.seed + given.runs):
         clock = time.process_time()
-        made = fuzz(seed, given.operations, given.ahead)
+        made = fuzz(seed, given.operations, given.ahead, given.most_prompts)
         found += len(made.findings)
         logger.info(
             "seed %d: %d operations, %d kills, %d findings, %.0f s of processor time; %s",

@@ -6,6 +6,7 @@ _KILLS = ("tests/faults/test_ahead.py",)
 _MATRIX = ("tests/faults/test_matrix.py",)
 _LOOP = ("tests/flows/test_ahead.py",)
 _CHECKS = ("tests/tasks/test_checks.py",)
+_REFILL = ("tests/tasks/stages/test_draws.py",)
 
 AHEAD = (
     Mutant(
@@ -127,6 +128,38 @@ AHEAD = (
         "    if of_rank + of_engines <= card_bytes:\n",
         "    if True:\n",
         ("tests/tasks/workers/test_room.py",),
+    ),
+    Mutant(
+        "further-draws-are-drawn-again",
+        "the next rollout begins behind the first draw of the one before, and repeats its further prompts",
+        "tasks/stages/rollout.py",
+        "before.cursor + refill.drawn",
+        "before.cursor + work.config.rollout.prompts",
+        _REFILL,
+    ),
+    Mutant(
+        "draws-decided-by-other-scores",
+        "a process that takes over scores again what has decided about draws",
+        "tasks/stages/draws.py",
+        "        if (kept := find_piece(writer, name)) is not None:\n            return kept\n",
+        "",
+        _REFILL,
+    ),
+    Mutant(
+        "scores-of-a-former-function",
+        "a stage reward takes the scores of the rollout, though the function is another one by now",
+        "tasks/stages/draws.py",
+        "    if one.facts[SCORED_BY] != scored_by(work.config.reward, sources):\n        return None\n",
+        "",
+        _REFILL,
+    ),
+    Mutant(
+        "draws-for-groups-that-are-trained-on-anyway",
+        "further prompts are drawn for groups with a spread, and the others are trained on too",
+        "tasks/checks.py",
+        "    if config.rollout.most_prompts is not None and not (",
+        "    if config.rollout.most_prompts is None and not (",
+        _CHECKS,
     ),
     Mutant(
         "head-without-older-weights",

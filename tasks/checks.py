@@ -182,6 +182,12 @@ def _check_algorithm(config: RunConfig) -> None:
     if (comparing := policy.compares) is not None and samples == 1:
         fact = f"train.policy.{comparing} compares the samples of a prompt, but rollout.samples is 1"
         raise InputError(f"{fact}: raise it to 2 or more")
+    if config.rollout.most_prompts is not None and not (policy.leave_out_equal_groups or policy.loss.paired):
+        raise InputError(
+            f"rollout.most_prompts = {config.rollout.most_prompts} draws until {config.rollout.prompts} prompts have a "
+            "spread of rewards, but train.policy trains on those without one, too: set "
+            "train.policy.leave_out_equal_groups to true, or leave rollout.most_prompts out"
+        )
 
 
 def _check_ahead(config: RunConfig) -> None:

@@ -64,6 +64,9 @@ class RolloutSection(Section):
 
     prompts: int = Field(default=32, ge=1)
     """Prompt groups per iteration."""
+    most_prompts: int | None = Field(default=None, ge=1)
+    """Dynamic sampling (DAPO): further prompts are drawn until `prompts` groups have a spread of rewards, at most so
+    many in all. By default no further ones."""
     samples: int = Field(default=8, ge=1)
     """Samples of each prompt: the group of GRPO."""
     temperature: Annotated[float, decides("rollout", "train")] = Field(default=1.0, ge=COLDEST)
@@ -296,10 +299,17 @@ def _with_samples(most: int) -> Callable[[RunConfig], str | None]:
 
 
 def _all_groups(config: RunConfig) -> str | None:
-    most = config.train.policy.most_groups
-    if most is None or config.retrain is not None or most < config.rollout.prompts:
+    most, section = config.train.policy.most_groups, config.rollout
+    more = section.most_prompts
+    if most is None or config.retrain is not None or most < (more or section.prompts):
         return None
-    return f"rollout.prompts = {config.rollout.prompts}, which are no more"
+    return f"rollout.{'most_' if more else ''}prompts = {more or section.prompts}, which are no more"
+
+
+def _drawn_at_once(config: RunConfig) -> str | None:
+    section = config.rollout
+    fewer = section.most_prompts is not None and section.most_prompts <= section.prompts
+    return f"rollout.prompts = {section.prompts}, which are no fewer" if fewer else None
 
 
 def _split(config: RunConfig) -> str | None:
@@ -334,6 +344,7 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     Unused("train.policy.loss.best", _with_samples(1)),
     Unused("train.policy.loss.pairs", _with_samples(2)),
     Unused("train.policy.most_groups", _all_groups),
+    Unused("rollout.most_prompts", _drawn_at_once),
     *(
         Unused(f"reward.{name}", _because(_PLAYED, lambda c: c.environment is not None))
         for name in ("function", "functions", "arguments", "weights", "batch", "deadline_s", "processes")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from storage.digest import bytes_digest
 from tasks.config.environment import without_secrets
@@ -78,13 +79,22 @@ def notices(section: RewardSection) -> list[str]:
 def equal_groups(rewards: pa.Table) -> float:
     """Share of the prompt groups of a reward table in which no sample can have an advantage: all scores are equal, or
     fewer than two samples have one. 0 to 1."""
+    return float(np.mean(~_with_spread(rewards)))
+
+
+def useful_groups(rewards: pa.Table) -> int:
+    """Number of the other prompt groups of a reward table: their scores differ."""
+    return int(np.count_nonzero(_with_spread(rewards)))
+
+
+def _with_spread(rewards: pa.Table) -> NDArray[np.bool_]:
     names = rewards["prompt_id"].combine_chunks().dictionary_encode()
     scores = rewards["reward"].cast(pa.float64()).to_numpy()  # NaN where there is none
     groups, scored = names.indices.to_numpy(), np.isfinite(scores)
     highest, lowest = np.full(len(names.dictionary), -np.inf), np.full(len(names.dictionary), np.inf)
     np.maximum.at(highest, groups[scored], scores[scored])
     np.minimum.at(lowest, groups[scored], scores[scored])
-    return float(np.mean(highest <= lowest))
+    return highest > lowest
 
 
 def _source(order: ScoringOrder) -> str:

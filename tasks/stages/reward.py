@@ -9,13 +9,12 @@ from pydantic import JsonValue
 from storage.exchanges import RunExchanges
 from storage.parts import read_part, read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
-from storage.turns import with_finish_reasons
 from tasks.config.evaluation import SCORED_BY, SOURCE
 from tasks.environments.scores import read_scores
 from tasks.rewards.scoring import Scores, equal_groups, score_responses
+from tasks.stages.draws import scorable, scored_before
 from tasks.stages.names import Stage
-from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.scored import REPLACED, accepted, metrics, responses_of, scored_by, with_scores
+from tasks.stages.scored import REPLACED, accepted, metrics, scored_by, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, SCORES, Prepared, Rewards, Rollouts
 
@@ -26,12 +25,11 @@ _NEEDED = ["prompt_id", "sample_id", "response_tokens", "turns"]
 def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     """Score the responses of one rollout stage."""
     section = work.config.reward
-    table = with_finish_reasons(read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED))
-    records = records_of(prompts(work.context, prepared, "train"))
-    responses = responses_of(table, text_codec(work.context, prepared), records, work.iteration)
-    exchanges = RunExchanges(work.root, work.writer.run)
-    own = work.config.environment is None
-    scored = score_responses(section, responses, exchanges=exchanges) if own else _played(work, rollouts)
+    table = read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED)
+    responses = scorable(work, prepared, table)
+    scored = _played(work, rollouts) if work.config.environment is not None else scored_before(work, rollouts)
+    if scored is None:
+        scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
     scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
     result = with_scores(table, scores, REWARD)
     mean = np.mean(result["reward"].drop_null().to_numpy())

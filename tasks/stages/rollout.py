@@ -14,7 +14,6 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from storage.digest import value_digest
@@ -24,16 +23,16 @@ from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.turns import finish_reasons, of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
-from tasks.data.drawing import draw, repetitions
 from tasks.engine.protocol import Every, Sampling, token_rows
 from tasks.environments.conversation import Played, Task
-from tasks.environments.scores import Kept, play_metrics
+from tasks.environments.scores import Kept
 from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play
+from tasks.stages.draws import Groups, Refill, drawn
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
-from tasks.stages.prepared import model_directory, prompts, records_of, shares, text_codec
+from tasks.stages.prepared import model_directory, records_of, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served
@@ -48,19 +47,24 @@ _SAMPLED = ["response_tokens", "logprobs", "turns"]
 @stage(Stage.ROLLOUT, ("prepare", "weights", "drawn"), Rollouts)
 def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | Rollouts) -> StageOutput:
     """Sample `rollout.samples` responses to each of the `rollout.prompts` prompts that follow those of the rollout
-    `before`, or the first ones, with the served weights."""
+    `before`, or the first ones, with the served weights; with `rollout.most_prompts` also to further prompts."""
     engines = ensure_served(work.context, prepared, served)
     work.context.sampling()
     sampler = _Sampler(work, prepared, served, before.cursor, sampling(work, prepared))
-    groups = drawn(work, prepared, before.cursor)
-    clock = time.perf_counter()
-    pieces = sampler.pieces(engines, groups, _Tally(work, clock).count)
-    seconds = time.perf_counter() - clock
+    refill, tally = Refill(work, prepared, sampler.decides), _Tally(work)
+    pieces, seconds = list[Piece](), 0.0
+    while count := refill.next:
+        some = drawn(work, prepared, before.cursor, refill.drawn, count)
+        clock = time.perf_counter()
+        made = sampler.pieces(engines, some, tally.of(count), len(pieces))
+        seconds += time.perf_counter() - clock
+        refill.add(some, pa.concat_tables([piece.table for piece in made]), sampler.played(some))
+        pieces += made
+    groups = refill.groups
     kept = next((index for index, piece in enumerate(pieces) if piece.kept), None)
     repeated = (
         {} if kept is None or work.config.environment else sampler.sample_again(engines, pieces[kept], groups[kept])
     )
-    played = sampler.played(groups)
     samples = pa.concat_tables([piece.table for piece in pieces])
     _check_rows(samples, groups, work.config.rollout.samples)
     ahead = work.config.rollout.ahead
@@ -68,19 +72,15 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
         work.context.outbox.settle()
     stale = {"staleness": float(work.iteration - 1 - served.weight_version)} if ahead else {}
     return StageOutput(
-        parts=(*(piece.part for piece in pieces), *sampler.parts_of(played)),
+        parts=(*(piece.part for piece in pieces), *sampler.parts_of(refill.played), *refill.parts),
         schema_fingerprint=fingerprint(ROLLOUT),
         facts={
-            "cursor": before.cursor + work.config.rollout.prompts,
+            "cursor": before.cursor + refill.drawn,
             "weight_version": served.weight_version,
+            **refill.facts,
             **({ENVIRONMENT: sampler.sources} if sampler.sources else {}),
         },
-        metrics={
-            **rollout_metrics(samples, seconds if kept is None else None),
-            **(play_metrics(played) if played else {}),
-            **repeated,
-            **stale,
-        },
+        metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale, **refill.metrics},
     )
 
 
@@ -119,26 +119,6 @@ def _reseeded(work: Work) -> int:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The prompts of one piece."""
-
-    prompts: pa.Table
-    repeats: NDArray[np.int64]
-    """(groups,) how often each prompt was drawn earlier in this rollout: its sample numbers continue from there."""
-    position: int
-    """Prompts drawn since the run began, before the first of these."""
-
-    @property
-    def positions(self) -> range:
-        """Place of each prompt in the drawing."""
-        return range(self.position, self.position + self.prompts.num_rows)
-
-    def sample_ids(self, samples: int) -> NDArray[np.int64]:
-        """Numbers of the samples within their prompt groups, (groups * samples,)."""
-        return (self.repeats[:, None] * samples + np.arange(samples)).reshape(-1)
-
-
-@dataclass(frozen=True)
 class Piece:
     """A part of a rollout, its samples, and whether an earlier process made it."""
 
@@ -147,27 +127,19 @@ class Piece:
     kept: bool
 
 
-def drawn(work: Work, prepared: Prepared, cursor: int) -> list[Groups]:
-    """The prompts after the first `cursor`, cut into pieces of `rollout.groups_per_part` groups."""
-    table, section = prompts(work.context, prepared, "train"), work.config.rollout
-    seed, data = work.config.run.seed, work.config.data
-    sources = shares(prepared, data)
-    rows = draw(table.num_rows, cursor, section.prompts, seed, data.shuffle, sources)
-    repeats = repetitions(rows)
-    places = [slice(start, start + section.groups_per_part) for start in range(0, len(rows), section.groups_per_part)]
-    return [Groups(table.take(rows[place]), repeats[place], cursor + place.start) for place in places]
-
-
 class _Tally:
     """Tells how many samples there are of those that are wanted, after each piece."""
 
-    def __init__(self, work: Work, clock: float) -> None:
-        section = work.config.rollout
-        self._work, self._clock, self._wanted = work, clock, section.prompts * section.samples
-        self._lock = threading.Lock()
-        self._done = self._tokens = 0
+    def __init__(self, work: Work) -> None:
+        self._work, self._clock, self._lock = work, time.perf_counter(), threading.Lock()
+        self._wanted = self._done = self._tokens = 0
 
-    def count(self, piece: Piece) -> Piece:
+    def of(self, prompts: int) -> Callable[[Piece], Piece]:
+        """Counter of pieces when so many more prompts are drawn."""
+        self._wanted += prompts * self._work.config.rollout.samples
+        return self._count
+
+    def _count(self, piece: Piece) -> Piece:
         with self._lock:
             self._done += piece.table.num_rows
             self._tokens += 0 if piece.kept else int(sampled_lengths(piece.table["sampled"]).sum())
@@ -190,14 +162,17 @@ class _Sampler:
     cursor: int  # prompts drawn before
     how: Sampling
 
-    def pieces(self, engines: list[EngineHandle], groups: list[Groups], told: Callable[[Piece], Piece]) -> list[Piece]:
-        """All pieces: read from storage if sampled before from the same inputs, else sampled now and stored."""
+    def pieces(
+        self, engines: list[EngineHandle], groups: list[Groups], told: Callable[[Piece], Piece], before: int
+    ) -> list[Piece]:
+        """All pieces: read from storage if sampled before from the same inputs, else sampled now and stored, behind so
+        many of the rollout."""
         pieces = {index: told(piece) for index, one in enumerate(groups) if (piece := self._kept(one)) is not None}
         missing = [index for index in range(len(groups)) if index not in pieces]
 
         def store(number: int, found: Mapping[str, pa.Array], scores: Sequence[dict[str, JsonValue]] = ()) -> None:
             index = missing[number]
-            pieces[index] = told(self._store(index, groups[index], self._table(groups[index], found), scores))
+            pieces[index] = told(self._store(before + index, groups[index], self._table(groups[index], found), scores))
 
         wanted = [groups[index] for index in missing]
         if self.work.config.environment is not None:
@@ -235,11 +210,15 @@ class _Sampler:
     def _name(self, groups: Groups) -> str:
         """The groups of a piece, and a digest of everything else that decides its samples.
 
-        The run's configuration and its prompts are fixed; what may change between two starts is in the digest.
+        The run's configuration and its prompts are fixed.
         """
         first = groups.position - self.cursor
-        decides = [self.served.digest, self.work.config.engine.precision, *self.sources.values()]
-        return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(decides)[:16]}"
+        return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(self.decides)[:16]}"
+
+    @property
+    def decides(self) -> list[JsonValue]:
+        """Values that decide the samples and may change between two starts."""
+        return [self.served.digest, self.work.config.engine.precision, *self.sources.values()]
 
     @cached_property
     def sources(self) -> dict[str, JsonValue]:

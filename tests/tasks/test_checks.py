@@ -165,6 +165,14 @@ def test_what_compares_with_all_samples_takes_lone_ones(tmp_path, setting):
     check_config(config_with(tmp_path, *given), open_root(str(tmp_path / "runs")))
 
 
+def test_further_prompts_are_drawn_only_where_groups_without_a_spread_are_left_out(tmp_path):
+    store, given = open_root(str(tmp_path / "runs")), ("rollout.prompts=2", "rollout.most_prompts=4")
+    with pytest.raises(InputError, match=r"most_prompts = 4 draws until 2 prompts .*set train.policy.leave_out_equal"):
+        check_config(config_with(tmp_path, *given), store)
+    check_config(config_with(tmp_path, *given, "train.policy.leave_out_equal_groups=true"), store)
+    check_config(config_with(tmp_path, *given, "train.policy.loss.type=dpo"), store)
+
+
 EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
 BIASED = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4}
 

@@ -51,6 +51,7 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("train.policy.overlong={type='leave_out',length=17}", "overlong has no effect with responses of at most 16"),
         ("train.policy.overlong={type='penalty',length=20,buffer=4}", "at most 16 tokens, where it begins at 17"),
         ("train.policy.most_groups=32", "most_groups has no effect with rollout.prompts = 32, which are no more"),
+        ("rollout.most_prompts=32", "most_prompts has no effect with rollout.prompts = 32, which are no fewer"),
         ("model.download=true", "model.download has no effect with model.generate"),
         ("model.accept=['hidden_act']", "model.accept has no effect with model.generate: leave it out"),
         (
@@ -165,6 +166,7 @@ def test_what_changes_a_runs_meaning(tmp_path, override, same):
         "train.policy.overlong={type='leave_out',length=16}",
         "train.policy.overlong={type='penalty',length=16,buffer=1}",
         "train.policy.most_groups=31",
+        "rollout.most_prompts=33",
     ],
 )
 def test_what_just_has_an_effect_passes(tmp_path, override):
@@ -176,6 +178,7 @@ def test_what_just_has_an_effect_passes(tmp_path, override):
     [
         (["rollout.samples=1", "train.policy.loss={type='sft',best=true}"], "train.policy.loss.best has no effect"),
         (["rollout.samples=2", "train.policy.loss={type='dpo',pairs='all'}"], "loss.pairs has no effect with rollout"),
+        (["rollout.most_prompts=40", "train.policy.most_groups=40"], "rollout.most_prompts = 40, which are no more"),
         (["engine.tensor=2", "engine.own_process=false"], "engine.own_process has no effect with engine.tensor = 2"),
         (
             ["engine.max_model_len=12", "train.policy.overlong={type='leave_out',length=16}"],

@@ -233,3 +233,13 @@ def test_what_is_no_environment_is_named_and_bounded_and_others_go_on(tmp_path):
         assert f"of prompt {row['prompt_id']!r}, sample {row['sample_id']}" in score["detail"]
         assert row["response_tokens"] == []
     assert seen == set(KINDS)
+
+
+def test_further_prompts_are_played_until_enough_groups_have_a_spread(tmp_path):
+    given = ("rollout.prompts=2", "rollout.most_prompts=5", "train.policy.leave_out_equal_groups=true")
+    root = played(tmp_path, "Sums", None, *given)
+    one, scores = need(root, RUN, 1, Stage.ROLLOUT), [row["reward"] for row in rewards(root)]
+    assert len(scores) == len(rollout(root)) == 2 * one.facts["cursor"]
+    useful = sum(first != second for first, second in zip(scores[::2], scores[1::2], strict=True))
+    assert one.metrics["useful_groups"] == useful
+    assert useful >= 2 or one.facts["cursor"] == 5
