@@ -141,8 +141,8 @@ AHEAD = (
         "draws-decided-by-other-scores",
         "a process that takes over scores again what has decided about draws",
         "tasks/stages/draws.py",
-        "        if (kept := find_piece(writer, name)) is not None:\n            return kept\n",
-        "",
+        'return keep_piece(writer, name, part.model_copy(update={"rows": None}))',
+        'return part.model_copy(update={"rows": None})',
         _REFILL,
     ),
     Mutant(
