@@ -1,6 +1,9 @@
 """Targets of links and names in the documents exist."""
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -22,6 +25,26 @@ def test_every_link_and_path_leads_somewhere(document: Path):
         str(path) for path in [*links, *(PROJECT / path for path in CODE_PATH.findall(text))] if not path.exists()
     ]
     assert not missing
+
+
+def site(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Build the site as `make docs` does."""
+    (line,) = re.findall(r"\$\(PYTHON\) (-m sphinx .*) build/site", (PROJECT / "Makefile").read_text())
+    words = [sys.executable, *line.split(), str(folder)]
+    return subprocess.run(words, cwd=PROJECT, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page_needs_no_network_and_is_searched_offline(tmp_path: Path):
+    pytest.importorskip("sphinx")
+    built = site(tmp_path)
+    assert (built.returncode, built.stderr) == (0, "")
+    pages = {path: (tmp_path / path.relative_to(PROJECT)).with_suffix(".html").read_text() for path in DOCUMENTS}
+    loaded = re.compile(r"<(?:script|img|source)[^>]* src=\"https?:|<link[^>]* href=\"https?:|@import|url\(https?:")
+    assert not [path for path, text in pages.items() if loaded.search(text)]
+    assert 'id="ratchet.Run.train"' in pages[PROJECT / "docs" / "python.md"]  # from its docstring
+    terms = json.loads((tmp_path / "searchindex.js").read_text().removeprefix("Search.setIndex(").rstrip(")"))["terms"]
+    assert {"rollout", "prefect"} <= set(terms)
 
 
 def test_the_licence_is_the_one_that_the_package_names():

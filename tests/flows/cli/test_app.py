@@ -6,12 +6,15 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
-from flows.cli.app import DEFAULT_ROOT, execute, new_name
+from flows.cli.app import DEFAULT_ROOT, app, execute, new_name
 from flows.cli.options import Changes, Common
+from storage import errors
 from storage.backends.root import Root
 from storage.ids import check_run_name
 from tests.flows.runs import MINIMAL, MakeRun
@@ -199,3 +202,28 @@ def test_the_schema_is_one_line_of_json(capfd: pytest.CaptureFixture[str]):
     assert json.loads(capfd.readouterr().out)["$defs"]["RolloutSection"]["properties"]["samples"]["default"] == 8
     assert execute(["config", "--json", "--example"]) == 2
     assert "give only one of them" in capfd.readouterr().err
+
+
+def leaves(group: App, *names: str) -> Iterator[tuple[str, App]]:
+    """Every command with its name, those of groups too."""
+    inner = [name for name in group if not name.startswith("-")]
+    if not inner:
+        yield " ".join(names), group
+    for name in inner:
+        yield from leaves(group[name], *names, name)
+
+
+def test_every_command_that_reports_facts_has_json():
+    without = [
+        name
+        for name, command in leaves(app)
+        if not any("--json" in one.names for one in command.assemble_argument_collection())
+    ]
+    assert without == ["completion"]
+
+
+def test_the_page_has_the_exit_code_of_every_error():
+    rows = re.findall(r"^\| (\d) \| .* \| (.*) \|$", (PROJECT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    named = {name: int(code) for code, names in rows for name in re.findall(r"`(\w+)`", names)}
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.RatchetError)]
+    assert named == {kind.__name__: kind.exit_code for kind in kinds if kind is not errors.RatchetError}
