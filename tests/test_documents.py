@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -9,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli.app import execute
 from infra.mutants import MUTANTS
+from storage.backends.root import open_root
+from tests.small.config import small_config
+from tests.small.driving import driver
 
 PROJECT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*sorted(PROJECT.glob("*.md")), *sorted((PROJECT / "docs").glob("*.md"))]
+SKILLS = sorted((PROJECT / ".claude" / "skills").glob("*/SKILL.md"))
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
 CODE_PATH = re.compile(r"`((?:flows|tasks|trainer_core|storage|infra|docs|tests)/[\w./-]+\.\w+)`")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *SKILLS], ids=lambda path: path.name)
 def test_every_link_and_path_leads_somewhere(document: Path):
     text = document.read_text()
     links = [document.parent / link for link in LINK.findall(text)]
@@ -45,6 +51,24 @@ def test_the_site_has_every_page_needs_no_network_and_is_searched_offline(tmp_pa
     assert 'id="ratchet.Run.train"' in pages[PROJECT / "docs" / "python.md"]  # from its docstring
     terms = json.loads((tmp_path / "searchindex.js").read_text().removeprefix("Search.setIndex(").rstrip(")"))["terms"]
     assert {"rollout", "prefect"} <= set(terms)
+
+
+@pytest.mark.slow
+def test_every_command_of_a_skill_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+    monkeypatch.chdir(tmp_path)
+    driver(open_root("file://./runs"), small_config(), tmp_path / "scratch", run="my-run").drive()
+    for path in SKILLS:
+        text = path.read_text()
+        head = re.match(r"---\nname: (\S+)\ndescription: .{40,}\n---\n", text)
+        assert head is not None
+        assert (head[1], len(text.splitlines()) <= 60) == (path.parent.name, True)
+        blocks = re.findall(r"^```(console|python)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        assert len(blocks) > 2
+        for language, block in blocks:
+            if language == "python":
+                exec(block, {})
+            for line in block.splitlines() if language == "console" else ():
+                assert execute(shlex.split(line.removeprefix("$ ratchet "))) == 0, (line, capfd.readouterr().err)
 
 
 def test_the_licence_is_the_one_that_the_package_names():
