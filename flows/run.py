@@ -73,7 +73,7 @@ def perform(
     with (
         heard(functools.partial(contextvars.copy_context().run, get_run_logger().info), progress.counted),
         LivePage(name, store.url, last_iteration(store, name, config), progress.note) as page,
-        Reports(store, name, config, progress.warn, examples_publisher()) as reports,
+        Reports(store, name, config, progress.warn, (progress.sampled, examples_publisher())) as reports,
     ):
         progress.follow(page)
         progress.on_finished(page.finished)

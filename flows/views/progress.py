@@ -1,10 +1,12 @@
-"""Progress of a run on a terminal: one live line, and one line for every finished iteration."""
+"""Progress of a run on a terminal: a live line, below it a sample, and one line for every finished iteration."""
 
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -12,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.views.history import IterationRecord, explanation
+from flows.views.samples import Samples, printable
 from flows.views.status import Change, Changes, RunStatus
 from tasks.config.evaluation import EXACT
 from tasks.stages.context import Portion
@@ -22,6 +25,7 @@ _BAR = 24
 _WIDE = 110  # columns from which there is room for the run's name and a bar
 _PLAIN_S = 30.0
 _SHOWN_S = 0.05
+_PACE = 5  # iterations that the time left follows from
 
 
 class Follower(Protocol):
@@ -51,8 +55,11 @@ class Progress:
         self._stage: tuple[int, Stage] | None = None
         self._counting: tuple[object, int, float] | None = None
         self._due = 0.0
+        self._pace: deque[float] = deque(maxlen=_PACE)
+        self._paced = 0.0
+        self._sample: str | None = None
         self._live = Live(
-            get_renderable=self._line,
+            get_renderable=self._shown,
             console=self._console,
             refresh_per_second=_REFRESH_PER_SECOND,
             transient=True,
@@ -98,11 +105,22 @@ class Progress:
     def finished(self, record: IterationRecord) -> None:
         """Print the line of a finished iteration and why nothing can be learned from it, and tell the listeners."""
         self._finished = record.iteration
+        if record.iteration:  # the preparation is like no other
+            self._pace.append(record.seconds)
+            self._paced = time.monotonic()
         self._print(iteration_line(record, self._iterations))
         for trouble in record.troubles:
             self.warn(f"iteration {record.iteration}: {explanation(trouble)}")
         for listener in self._listeners:
             listener(record)
+
+    def sampled(self, found: Samples) -> None:
+        """Show the first of these samples, on one line of a terminal. May be called in any thread."""
+        if found.samples:
+            one = found.samples[0]
+            score = "not scored" if one.reward is None else f"reward {one.reward:.3g}"
+            texts = " -> ".join(" ".join((text or "?").split()) for text in (one.prompt, one.response))
+            self._sample = printable(f"iteration {found.iteration}, {score}: {texts}")
 
     def advanced(self, portion: Portion) -> None:
         """Show how much of a stage is done. May be called in any thread."""
@@ -146,6 +164,18 @@ class Progress:
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
 
+    def _shown(self) -> Group:
+        sample = [] if self._sample is None else [Text(self._sample, style="dim", no_wrap=True, overflow="ellipsis")]
+        return Group(self._line(), *sample)
+
+    def _run_left(self) -> list[str]:
+        """Time until the last iteration is finished, at the pace of the last ones."""
+        to_do = self._iterations - self._finished
+        if not self._pace or to_do <= 0:
+            return []
+        left = statistics.mean(self._pace) * to_do - (time.monotonic() - self._paced)
+        return [f"| {duration(max(left, 0))} left"]
+
     def _line(self) -> Table:
         bar = ProgressBar(max(self._iterations, 1), self._finished, width=_BAR)
         cells = [
@@ -154,6 +184,7 @@ class Progress:
             f"{self._finished}/{self._iterations}",
             Text(self._doing, style="cyan", no_wrap=True, overflow="ellipsis"),
             f"{time.monotonic() - self._since:.0f} s",
+            *self._run_left(),
         ]
         line = Table.grid(padding=(0, 1))
         for _ in cells:

@@ -9,7 +9,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
@@ -130,7 +130,7 @@ def finish_report(root: Root, run: str, config: RunConfig, say: Say) -> bytes:
 class Reports:
     """The reports of one process that drives a run; as a context manager it ends them."""
 
-    def __init__(self, root: Root, run: str, config: RunConfig, say: Say, publish: Publish | None = None) -> None:
+    def __init__(self, root: Root, run: str, config: RunConfig, say: Say, publish: Sequence[Publish] = ()) -> None:
         self._files = Lane("report", say)
         self._writer = Files(root, run)
         self._lanes: dict[str, Lane] = {}
@@ -138,7 +138,7 @@ class Reports:
         for name, makes in trackers(config.report).items():
             self._lanes[name], self._senders[name] = Lane(name, say), _Sender(root, run, name, makes)
         self._examples = None
-        if publish is not None and config.report.examples:
+        if publish and config.report.examples:
             self._lanes["examples"] = Lane("examples", say)
             self._examples = _Examples(root, run, config, publish)
         self._last, self._root, self._run, self._config = -1, root, run, config
@@ -261,7 +261,7 @@ class _Sender:
 class _Examples:
     """Samples of each iteration for people."""
 
-    def __init__(self, root: Root, run: str, config: RunConfig, publish: Publish) -> None:
+    def __init__(self, root: Root, run: str, config: RunConfig, publish: Sequence[Publish]) -> None:
         self._root, self._run, self._publish = root, run, publish
         self._choice = Choice(best=config.report.examples, worst=config.report.examples)
         self._policy = config.train.policy
@@ -270,4 +270,6 @@ class _Examples:
     def show(self, iteration: int) -> None:
         if self._texts is None:
             self._texts = StoredTexts.of(self._root, need(self._root, self._run, 0, Stage.PREPARE))
-        self._publish(chosen(self._root, self._run, iteration, self._choice, self._texts, self._policy))
+        found = chosen(self._root, self._run, iteration, self._choice, self._texts, self._policy)
+        for publish in self._publish:
+            publish(found)

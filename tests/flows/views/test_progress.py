@@ -1,6 +1,7 @@
 """Lines that are printed for each iteration."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from flows.views.history import read_history
 from flows.views.progress import Progress, duration, iteration_line, status_lines
+from flows.views.samples import Sample, Samples
 from flows.views.status import read_status
 from storage.backends.root import Root
 from tasks.stages.names import Stage
@@ -50,6 +52,38 @@ def test_a_terminal_shows_the_stage_in_work():
         progress.refresh()
     assert "iteration 3: train" in text.getvalue()
     assert "2/4" in text.getvalue()
+
+
+def test_a_terminal_shows_the_time_left_of_the_run_and_a_sample_on_one_line(make_run: MakeRun, root: Root):
+    make_run("a", 2)
+    text, history = io.StringIO(), read_history(root, "a")
+    with Progress("a", 9, Console(file=text, width=80, force_terminal=True)) as progress:
+        for record in history[:3]:
+            progress.finished(record)  # 11 s each, but for the preparation
+        progress.sampled(samples("3+4=\n", "\x1b[2J7" + "9" * 200))
+        progress.begins(3, Stage.ROLLOUT)
+        text.truncate(text.seek(0))
+        progress.refresh()
+    shown = Text.from_ansi(text.getvalue()).plain
+    assert re.search(r"2/9 iteration 3: rollout \d+ s \| 7\d s left", shown)
+    sample = re.findall(r"iteration 2, reward.*", shown)[0].rstrip()
+    assert sample.startswith(r"iteration 2, reward 0.5: 3+4= -> \x1b[2J7999")
+    assert len(sample) <= 80
+
+
+def test_where_there_is_no_terminal_samples_are_not_printed():
+    text = io.StringIO()
+    with Progress("a", 4, Console(file=text, width=40)) as progress:
+        progress.sampled(samples("3+4=", "7"))
+    assert text.getvalue() == ""
+
+
+def samples(prompt: str, response: str) -> Samples:
+    one = Sample(
+        prompt_id="p", sample_id=0, prompt=prompt, response=response, reward=0.5, components=None, status="ok",
+        detail=None, advantage=None, finish_reason="stop", tokens=2, weight_versions=(1,),
+    )  # fmt: skip
+    return Samples(root="r", run="a", iteration=2, total=1, samples=(one,))
 
 
 def test_the_status_says_what_is_still_to_do(make_run: MakeRun, root: Root):

@@ -36,7 +36,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports, "_INTERRUPTED_SECONDS", 60.0)
 
 
-def drive(root: Root, scratch: Path, config: RunConfig, said: list[str], publish=None, at=None) -> None:
+def drive(root: Root, scratch: Path, config: RunConfig, said: list[str], publish=(), at=None) -> None:
     with Reports(root, RUN, config, said.append, publish) as made:
         driver(root, config, scratch, listener=made.add, at=at).drive()
 
@@ -50,7 +50,7 @@ def check_files(root: Root) -> None:
 def test_a_run_has_its_reports_when_it_ends(root: Root, tmp_path: Path):
     said: list[str] = []
     shown: list[Samples] = []
-    drive(root, tmp_path / "scratch", small_config(["report.examples=1"]), said, shown.append)
+    drive(root, tmp_path / "scratch", small_config(["report.examples=1"]), said, [shown.append])
     assert said == []
     check_files(root)
     assert root.read_bytes(PLOT).startswith(b"\x89PNG")
@@ -117,7 +117,7 @@ def test_a_report_that_fails_is_said_once_and_ends_nothing(root, tmp_path):
     def broken(_found: Samples) -> None:
         raise SystemExit("the server said\nno")
 
-    drive(root, tmp_path / "scratch", small_config(), said, broken)
+    drive(root, tmp_path / "scratch", small_config(), said, [broken])
     assert said == ["examples: SystemExit: the server said. The run goes on; later attempts are not reported"]
     check_files(root)
 
@@ -126,7 +126,7 @@ def test_a_report_that_hangs_does_not_hold_up_the_end(root, tmp_path, monkeypatc
     monkeypatch.setattr(reports, "_LINGER_SECONDS", 0.2)
     said: list[str] = []
     release = threading.Event()
-    drive(root, tmp_path / "scratch", small_config(), said, lambda _found: release.wait(60))
+    drive(root, tmp_path / "scratch", small_config(), said, [lambda _found: release.wait(60)])
     release.set()
     text = "examples: it has not finished in time. The run goes on; later attempts are not reported"
     assert said.count(text) == 1
