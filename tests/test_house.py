@@ -1,6 +1,7 @@
 """The house rules that a machine can check."""
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -27,6 +28,12 @@ LONG = {
 CLAUSE_WORDS = {"What", "Whether", "How", "Where", "Which", "Who", "Whoever", "So"}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax of a file, read once for all rules."""
+    return ast.parse(path.read_text())
+
+
 def bare_strings(tree: ast.AST) -> Iterator[tuple[range, str]]:
     """Lines and text of each docstring, those under fields and constants too."""
     for node in ast.walk(tree):
@@ -45,7 +52,7 @@ def function_sizes() -> dict[tuple[str, int], int]:
     sizes = {}
     for path in SOURCES:
         text = path.read_text()
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, FUNCTION_KINDS):
                 sizes[f"{path.relative_to(PROJECT)}:{node.name}", node.lineno] = code_lines(node, text.splitlines())
     return sizes
@@ -68,7 +75,7 @@ def test_docstrings_begin_with_the_noun_or_the_verb():
     found = [
         f"{path.relative_to(PROJECT)}:{where.start}: {text.strip().splitlines()[0]}"
         for path in (*SOURCES, *OTHERS)
-        for where, text in bare_strings(ast.parse(path.read_text()))
+        for where, text in bare_strings(tree_of(path))
         if re.split(r"\W", text.strip(), maxsplit=1)[0] in CLAUSE_WORDS
     ]
     assert not found, "\n".join(["begin these docstrings with the noun or the verb:", *found])
@@ -77,7 +84,7 @@ def test_docstrings_begin_with_the_noun_or_the_verb():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PROJECT)))
 def test_a_file_keeps_the_rules(path: Path):
     text = path.read_text()
-    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
     names = {call.id for call in calls if isinstance(call, ast.Name)}
     assert not names & {"print", "hasattr", "breakpoint"}
     if path != PROJECT / "tasks" / "config" / "environment.py":
@@ -85,13 +92,14 @@ def test_a_file_keeps_the_rules(path: Path):
         assert "getenv" not in text
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_our_packages_are_the_ones_imported(package: str):
+def test_our_packages_are_the_ones_imported():
     # plain top-level names: another distribution that ships one of them would shadow ours
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    assert spec.origin == str(PROJECT / package / "__init__.py")
-    assert set(importlib.metadata.packages_distributions().get(package, ["ratchet"])) == {"ratchet"}
+    distributions = importlib.metadata.packages_distributions()
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin == str(PROJECT / package / "__init__.py")
+        assert set(distributions.get(package, ["ratchet"])) == {"ratchet"}
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_an_environment_that_is_lost_once_costs_only_its_open_turn(tmp_path, und
     assert not [one for one in psutil.process_iter(["cmdline"]) if "987654" in (one.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sandbox", "judge"), [(25, 0), (0, 30)])
 def test_no_failure_is_a_number_and_advantages_are_those_of_the_rows_that_survive(tmp_path, sandbox, judge):
     many = ("rollout.prompts=12", "rollout.samples=6", "reward.max_failures=1.0", "environment.retries=0")
@@ -216,6 +217,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_no_environment_is_named_and_bounded_and_others_go_on(tmp_path):
     settings = ("rollout.prompts=24", "rollout.samples=2", "environment.retries=0", "environment.seconds=8.0")
     root = played(tmp_path, "Bad", {}, "reward.max_failures=1.0", *settings)

@@ -87,6 +87,7 @@ def test_each_trained_token_was_sampled_under_its_very_prefix(undisturbed):
     assert len({score["reward"] for score in rewards(root)}) > 1
 
 
+@pytest.mark.slow
 def test_after_kills_the_answers_are_repeated_and_not_sampled_again(tmp_path, undisturbed):
     root, given = open_root(str(tmp_path / "root")), config("sums")
     for number, after in enumerate((4, 11)):
@@ -103,6 +104,7 @@ def test_after_kills_the_answers_are_repeated_and_not_sampled_again(tmp_path, un
     assert verify(root, RUN).sound
 
 
+@pytest.mark.slow
 def test_failures_of_a_function_are_no_rewards(tmp_path):
     root = played(tmp_path, "failing", "environment.retries=1", "reward.max_failures=0.9")
     scores, found = rewards(root), rows(root)
@@ -121,12 +123,14 @@ def test_what_is_no_reward_is_no_number(tmp_path, function, told):
         played(tmp_path, function, "environment.retries=0", "reward.max_failures=1.0")
 
 
+@pytest.mark.slow
 def test_a_policy_at_its_limits_has_a_reward(tmp_path):
     root = played(tmp_path, "tireless", "environment.turns=4")
     assert {score["reward"] for score in rewards(root)} == {0.0}
     assert {sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows(root)} == {4}
 
 
+@pytest.mark.slow
 def test_an_edited_history_is_marked_and_trained_as_it_was_sampled(tmp_path):
     found = rows(played(tmp_path, "editing"))
     asked = set(Recording.asked)

@@ -24,7 +24,7 @@ TARGETS = {
     "deepseek-v3": LATENT,
 }
 LAYOUTS = [
-    ("qwen3", "tp2"),
+    pytest.param("qwen3", "tp2", marks=pytest.mark.slow),
     pytest.param("qwen3", "tp2-sp-uneven", marks=pytest.mark.slow),
     pytest.param("qwen3", "cp2-dp2", marks=pytest.mark.slow),
     pytest.param("qwen3", "tp2-sp-pp2-vpp2", marks=pytest.mark.full),

@@ -78,6 +78,7 @@ def test_experts_and_latent_attention_land_and_are_served(experts, tmp_path, fam
     assert_agrees(served, "new", prompts=PROMPTS[:6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "fault", "names"),
     [*(("qwen3-moe", *one) for one in EXPERTS), *(("deepseek-v3", *one) for one in [*EXPERTS, *LATENT])],
@@ -182,6 +183,7 @@ def test_a_tensor_that_is_written_elsewhere_than_in_the_table_fails_with_the_nam
     assert_agrees(in_place, "new")
 
 
+@pytest.mark.slow
 def test_of_an_architecture_without_a_table_the_names_are_checked(engines, tmp_path):
     process, reference = engines["qwen3", False].process, engines["qwen3", False].reference
     models = {name: str(tmp_path / name) for name in ("old", "new")}
