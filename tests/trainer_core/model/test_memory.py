@@ -143,9 +143,13 @@ CASES = {
     "pp2-dp2-ep2-bf16": (EXPERTS, configuration(ParallelConfig(pipeline=2, data=2, expert=2), precision="bf16")),
 }
 QUICK = {("single-fp32", 1), ("dp2-bf16-overlap", 2), ("dp2-ep2", 3)}
+SLOW = ("tp2", "pp2-bf16-tied", "pp2-vpp2-dp2-overlap", "pp2-dp2-ep2-bf16")  # of the others, CI has an order each
 DRAWN = [
-    pytest.param(case, seed, marks=[] if (case, seed) in QUICK else [pytest.mark.slow])
-    for seed, case in [*enumerate(CASES, 10), *sorted((seed, case) for case, seed in QUICK)]
+    *(pytest.param(case, seed) for case, seed in sorted(QUICK)),
+    *(
+        pytest.param(case, seed, marks=pytest.mark.slow if case in SLOW else pytest.mark.full)
+        for seed, case in enumerate(CASES, 10)
+    ),
 ]
 
 

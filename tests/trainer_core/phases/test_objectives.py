@@ -20,13 +20,16 @@ DIVISIONS = {
     "single": (ParallelConfig(), 8192),
     "split": (ParallelConfig(), 20),
     "dp2": (ParallelConfig(data=2), 20),
-    "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 40),
+    "tp2-pp2": (ParallelConfig(tensor=2, pipeline=2), 80),
     "cp2": (ParallelConfig(context=2), 20),
-    "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 20),
-    "cp4": (ParallelConfig(context=4), 12),
+    "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 40),
+    "cp4": (ParallelConfig(context=4), 24),
 }
-SLOW = {"tp2-pp2", "pp2-cp2", "cp4"}
-PARAMETERS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in DIVISIONS]
+MARKS = {
+    **{name: [pytest.mark.slow] for name in ("dp2", "tp2-pp2", "pp2-cp2", "cp4")},
+    "cp2": [pytest.mark.full],  # pp2-cp2 and cp4 divide sequences too
+}
+PARAMETERS = [pytest.param(name, marks=MARKS.get(name, [])) for name in DIVISIONS]
 OBJECTIVES = {
     "clip": {"old_policy": "behaviour"},
     "dual": {"old_policy": "behaviour", "loss": {"type": "clip", "dual_limit": 1.1}},
