@@ -237,7 +237,7 @@ class RunConfig(Section):
     rollout: Annotated[RolloutSection, decides("rollout")] = RolloutSection()
     reward: Annotated[RewardSection, decides("reward", "rescore", "evaluate")] = RewardSection()
     # runs without one do not have the key in their meaning
-    environment: Annotated[EnvironmentSection | None, decides("rollout", "reward")] = Field(
+    environment: Annotated[EnvironmentSection | None, decides("rollout", "reward", "evaluate")] = Field(
         default=None, exclude_if=operator.not_
     )
     train: Annotated[TrainerConfig, decides("train")]

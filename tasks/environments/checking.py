@@ -16,11 +16,6 @@ def check_environment(config: RunConfig) -> None:
     assert config.environment is not None
     if config.retrain is not None:
         raise InputError("[environment] has no effect on stored samples, which [retrain] trains on: leave it out")
-    if config.evaluate.every:
-        raise InputError(
-            f"evaluate.every = {config.evaluate.every} asks for plain answers to held-out prompts, but with "
-            "[environment] there are conversations, which evaluations do not play yet: set evaluate.every to 0"
-        )
     _check(config.environment.model_dump_json())
 
 

@@ -83,9 +83,12 @@ def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunctio
 
 def _end(process: int) -> None:
     """Kill the process of a conversation, and what it has started."""
+    below = set[int]()
+    with suppress(psutil.NoSuchProcess):  # it has ended
+        below = {process, *(one.pid for one in psutil.Process(process).children(recursive=True))}
     for one in psutil.Process().children(recursive=True):
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if one.pid == process or os.getsid(one.pid) == process or process in {up.pid for up in one.parents()}:
+            if one.pid in below or os.getsid(one.pid) == process:
                 one.kill()
 
 

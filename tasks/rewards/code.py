@@ -1,5 +1,6 @@
 """Programs against tests, in the sandbox."""
 
+import itertools
 import re
 import secrets
 import time
@@ -10,6 +11,7 @@ from tasks.rewards.sandbox import ProgramLimits, Ran, run_python
 
 _BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _PAIR = {"input", "output"}
+_LONGEST = 200  # characters of an error that is told
 SECONDS = 3.0  # for all tests of a response together, unless the arguments say otherwise
 
 
@@ -24,6 +26,14 @@ def code_tests(
     with the `input` that the program reads from standard input and the `output` that it must print. Raises as
     `read_tests`, and SandboxFailed, which are no score.
     """
+    return float(failed_test(record, response, field=field, seconds=seconds, memory_mb=memory_mb) is None)
+
+
+def failed_test(
+    record: Mapping[str, Any], response: str, *, field: str = "tests", seconds: float = SECONDS, memory_mb: int = 512
+) -> str | None:
+    """What went wrong with the first test that a response's program does not pass, in words that tell nothing of the
+    test but the last line of the program's errors; None if all pass. Arguments and raises as `code_tests`."""
     statements, pairs = read_tests(record, field)
     program, until = program_of(response), time.monotonic() + seconds
 
@@ -31,8 +41,11 @@ def code_tests(
         left = until - time.monotonic()
         return run_python(text, ProgramLimits(seconds=left, memory_mb=memory_mb), given) if left > 0 else None
 
-    passed = not statements or _all_hold(program, statements, run)
-    return float(passed and all(_prints(run(program, given), expected) for given, expected in pairs))
+    flaws = itertools.chain(
+        (_flaw_of_statements(program, statements, run) for _ in statements[:1]),
+        (_flaw(run(program, given), lambda out, of=expected: _lines(out) == _lines(of)) for given, expected in pairs),
+    )
+    return next((flaw for flaw in flaws if flaw is not None), None)
 
 
 def read_tests(record: Mapping[str, Any], field: str) -> tuple[list[str], list[tuple[str, str]]]:
@@ -63,16 +76,22 @@ def program_of(response: str) -> str:
     return next(iter(_BLOCK.findall(answer)[-1:]), answer)
 
 
-def _all_hold(program: str, statements: Sequence[str], run: Callable[[str], Ran | None]) -> bool:
-    """True if the program and the statements behind it run to their end: a word that the program does not know is
+def _flaw_of_statements(program: str, statements: Sequence[str], run: Callable[[str], Ran | None]) -> str | None:
+    """None if the program and the statements behind it run to their end: a word that the program does not know is
     printed last, so that leaving early is not passing."""
     word = secrets.token_hex(16)
     ran = run("\n".join([program, *statements, f"print({word!r})"]))
-    return ran is not None and ran.code == 0 and ran.output.splitlines()[-1:] == [word]
+    return _flaw(ran, lambda output: output.splitlines()[-1:] == [word])
 
 
-def _prints(ran: Ran | None, expected: str) -> bool:
-    return ran is not None and ran.code == 0 and _lines(ran.output) == _lines(expected)
+def _flaw(ran: Ran | None, right: Callable[[str], bool]) -> str | None:
+    if ran is None or ran.stopped == "seconds":
+        return "it takes too long"
+    if ran.stopped is not None:
+        return "it writes too much"
+    if ran.code != 0:
+        return (ran.errors.strip().splitlines() or [f"exit code {ran.code}"])[-1][:_LONGEST]
+    return None if right(ran.output) else "its output is not the expected one"
 
 
 def _lines(text: str) -> list[str]:

@@ -1,23 +1,27 @@
 """Conversations of a rollout with environments, many at once, their events kept as they happen."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from pydantic import JsonValue
+import pyarrow as pa
 
 from storage.backends.root import Root
-from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment
+from storage.parts import PartWriter
+from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment, piece_key
 from tasks.config.run import RunConfig
 from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.driving import Driver, driving
-from tasks.engine.protocol import Sampling
+from tasks.engine.protocol import Sampling, token_rows
 from tasks.environments.conversation import Limits, Played, Player, Task
 from tasks.environments.hosting import Host
 from tasks.environments.playing import find_environment
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import EngineSampler
+from tasks.stages.context import RunContext
+from tasks.stages.prepared import model_directory, records_of, text_codec
+from tasks.stages.views import Prepared
 from tasks.workers.engines import EngineHandle
 from trainer_core.user_code import source_digest
 
@@ -51,12 +55,50 @@ class Events:
                 self._next = await asyncio.to_thread(keep_increment, self._root, self._piece, self._next, record)
 
 
-def environment_source(config: RunConfig) -> dict[str, JsonValue]:
+def environment_source(config: RunConfig) -> dict[str, str]:
     """The name of a run's environment, and the digest of its files; empty if it has none."""
     if config.environment is None:
         return {}
     found = find_environment(config.environment.function)
     return {found.name: source_digest(found)}
+
+
+def tasks_of(prompts: pa.Table, samples: Iterable[int], seeds: Iterable[int], worlds: Iterable[int]) -> list[Task]:
+    """The conversations of one piece.
+
+    Args:
+        prompts: a row for each of them, as prompt tables have it.
+        samples, seeds, worlds: for each, the number of the sample, and the seeds of the policy and of the environment.
+    """
+    records = records_of(prompts)
+    rows = zip(
+        prompts["prompt_id"].to_pylist(), samples, token_rows(prompts["prompt_tokens"]), seeds, worlds, strict=True
+    )
+    return [
+        Task(row, name, sample, records[name], prompt, own, world)
+        for row, (name, sample, prompt, own, world) in enumerate(rows)
+    ]
+
+
+def played_once(
+    context: RunContext,
+    writer: PartWriter,
+    name: str,
+    engines: Sequence[EngineHandle],
+    version: int,
+    prepared: Prepared,
+    tasks: Sequence[Task],
+    sampling: Sampling,
+) -> list[Played]:
+    """The conversations of one piece of a stage, in the order of `tasks`. What is under way is kept under `name`, so
+    that another process goes on. Raises as `play`."""
+    found: list[Played] = []
+    pieces, codec = [(piece_key(writer, name), tasks)], text_codec(context, prepared)
+    play(
+        context.root, engines, version, context.config, codec, sampling, model_directory(context, prepared), pieces,
+        lambda _, played: found.extend(played), context.go_on,
+    )  # fmt: skip
+    return found
 
 
 def play(

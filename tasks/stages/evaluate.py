@@ -1,18 +1,25 @@
-"""Stage `evaluate`: greedy answers to held-out prompts with the weights just served. It changes nothing."""
+"""Stage `evaluate`: greedy answers to held-out prompts with the weights just served, or conversations. It changes
+nothing."""
 
 from collections.abc import Sequence
 
 import pyarrow as pa
 
+from storage.digest import value_digest
 from storage.exchanges import RunExchanges
 from storage.schema import EVALUATION, fingerprint
+from storage.turns import finish_reasons
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.environments.scores import Kept, play_metrics
+from tasks.environments.trajectory import columns_of
 from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
-from tasks.rewards.scoring import score_responses
+from tasks.rewards.scoring import Scores, score_responses
+from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
+from tasks.stages.rollout import HELD_OUT_WORLD, sample_seed
 from tasks.stages.scored import accepted, metrics, responses_of, scored_by, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
@@ -24,14 +31,19 @@ from tasks.workers.sampling import Batch, spread
 def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     """Answer the first `evaluate.prompts` held-out prompts greedily and score them with the run's reward. `reward_mean`
     is the mean over the answers that have a score; the others are counted beside it. `pass_rate` is the share of the
-    same answers that pass, if it is known which do: see `evaluate.pass`."""
+    same answers that pass, if it is known which do: see `evaluate.pass`. With an environment a conversation is played
+    about each prompt, always with the same seed, and the environment gives the scores."""
     section = work.config.reward
     table = prompts(work.context, prepared, "held_out").slice(0, work.config.evaluate.prompts)
     if not table.num_rows:
         return StageOutput()
-    answers = _answered(work, prepared, served, table)
+    sources = environment_source(work.config)
+    answers, played = (_played if sources else _answered)(work, prepared, served, table)
     responses = responses_of(answers, text_codec(work.context, prepared), records_of(table), work.iteration)
-    scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
+    if sources:
+        scored = Scores([one.score.score for one in played], sources)
+    else:
+        scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
     scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
     result = with_scores(answers, scores, EVALUATION)
     condition = condition_of(result, section, work.config.evaluate.passing)
@@ -44,7 +56,12 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
         parts=(work.writer.write_table("answers.arrow", result, EVALUATION),),
         schema_fingerprint=fingerprint(EVALUATION),
         facts={**own, **({} if condition is None else {PASS: condition})},
-        metrics={**figures, "prompts": float(len(scores)), **metrics(scores)},
+        metrics={
+            **figures,
+            "prompts": float(len(scores)),
+            **metrics(scores),
+            **(play_metrics(played) if played else {}),
+        },
     )
 
 
@@ -53,18 +70,38 @@ def _passing(table: pa.Table, condition: str) -> dict[str, float]:
     return {"pass_rate": float(passing(table, condition).sum()) / scored}
 
 
-def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
-    """The greedy answers of the engines, as `responses_of` takes them."""
-    section, stop = work.config.rollout, text_codec(work.context, prepared).stop_tokens
-    greedy = Sampling(temperature=0, max_tokens=section.max_tokens, stop_token_ids=stop, stop=section.stop)
+def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> tuple[pa.Table, list[Kept]]:
+    """The greedy answers of the engines, as `responses_of` takes them, which have no scores yet."""
     engines = ensure_served(work.context, prepared, served)
     batch = Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows)
-    answers = spread(engines, batch, greedy, version=served.weight_version)
+    answers = spread(engines, batch, _greedy(work, prepared), version=served.weight_version)
+    columns = (answers[name].combine_chunks() for name in ("response_tokens", "finish_reason"))
+    return _table(table, *columns), []
+
+
+def _played(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> tuple[pa.Table, list[Kept]]:
+    """The same of conversations, with their scores."""
+    engines, count = ensure_served(work.context, prepared, served), table.num_rows
+    worlds = [sample_seed(0, row, HELD_OUT_WORLD) for row in range(count)]  # the same in every run
+    name = value_digest([served.digest, work.config.engine.precision, *environment_source(work.config).values()])[:16]
+    tasks, greedy = tasks_of(table, [0] * count, [0] * count, worlds), _greedy(work, prepared)
+    played = played_once(work.context, work.writer, name, engines, served.weight_version, prepared, tasks, greedy)
+    columns = columns_of([one.trajectory for one in played])
+    ends = finish_reasons(pa.chunked_array([columns["turns"]]))
+    return _table(table, columns["response_tokens"], ends), [one.kept for one in played]
+
+
+def _greedy(work: Work, prepared: Prepared) -> Sampling:
+    section, stop = work.config.rollout, text_codec(work.context, prepared).stop_tokens
+    return Sampling(temperature=0, max_tokens=section.max_tokens, stop_token_ids=stop, stop=section.stop)
+
+
+def _table(prompts: pa.Table, responses: pa.Array, ends: pa.Array) -> pa.Table:
     columns = {
-        "prompt_id": table["prompt_id"].combine_chunks(),
-        "sample_id": pa.array([0] * table.num_rows, pa.int32()),
-        "response_tokens": answers["response_tokens"].combine_chunks().cast(EVALUATION.field("response_tokens").type),
-        "finish_reason": answers["finish_reason"].combine_chunks(),
+        "prompt_id": prompts["prompt_id"].combine_chunks(),
+        "sample_id": pa.array([0] * prompts.num_rows, pa.int32()),
+        "response_tokens": responses.cast(EVALUATION.field("response_tokens").type),
+        "finish_reason": ends,
     }
     return pa.table(columns)
 

@@ -4,11 +4,11 @@ Its manifest is beside those of the iteration's stages and names them as inputs.
 no lease: the run may go on meanwhile. Its name holds a digest of everything that decides the answers, so the same
 evaluation asked for twice is one, and one that was interrupted continues with the next part."""
 
-import itertools
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from storage.parallel import each
 from storage.parts import PartWriter, read_parts
 from storage.reader import flat
 from storage.schema import EVALUATION_SAMPLES, fingerprint
+from storage.turns import finish_reasons
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
 from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, SOURCE, EvaluationSettings
@@ -30,12 +31,15 @@ from tasks.config.run import RunConfig
 from tasks.data.files import name_of
 from tasks.data.sources import check_asked_prompts
 from tasks.engine.protocol import Sampling, token_rows
+from tasks.environments.trajectory import columns_of
 from tasks.rewards.passing import check_passing, condition_of, passing
+from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.context import Portion, RunContext
+from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.rollout import sample_seed
+from tasks.stages.rollout import HELD_OUT_WORLD, sample_seed
 from tasks.stages.scored import responses_of, scored_by, unchanged, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import Attempt, StageOutput
@@ -90,7 +94,7 @@ def _perform(
 def _performed(
     context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
 ) -> Performed:
-    made_of = sources_of(context.config.reward)
+    made_of = environment_source(context.config) or sources_of(context.config.reward)
     name = stage_name(settings, prepared.digest, served.digest, context.config, made_of)
     if (done := find(context.root, context.run, iteration, name, context.revisions)) is not None:
         return Performed(Evaluated(done), reused=True)
@@ -141,6 +145,16 @@ def _check_there(context: RunContext, iteration: int, inputs: Mapping[str, str])
             )
 
 
+class _Wanted(NamedTuple):
+    """Answers to sample in one way, a row for each."""
+
+    rows: pa.Table  # prompts
+    places: Sequence[int]  # of the prompts among all of the evaluation
+    numbers: NDArray[np.int32]  # of the samples
+    seeds: list[int]
+    how: Sampling
+
+
 @dataclass
 class _Asked:
     """One evaluation in progress."""
@@ -167,14 +181,18 @@ class _Asked:
     def answer(self) -> tuple[Part, ...]:
         """Every answer with its score, part by part."""
         count, starts = len(self.engines), range(0, self.table.num_rows, self.settings.prompts_per_part)
-        return tuple(each(lambda at: self._part(self.engines[at % count], starts[at]), range(len(starts)), count))
+        threads = 1 if self.context.config.environment else count  # conversations have all engines
+        return tuple(each(lambda at: self._part(self.engines[at % count], starts[at]), range(len(starts)), threads))
 
     def _part(self, engine: EngineHandle, start: int) -> Part:
         rows = self.table.slice(start, self.settings.prompts_per_part)
         name = f"{start:06d}-{start + rows.num_rows:06d}"
         if (kept := find_piece(self.writer, name)) is not None:
             return kept
-        table = self._scored(self._generated(engine, rows, start), rows)
+        if self.context.config.environment is None:
+            table = self._scored(self._generated(engine, rows, start), rows)
+        else:
+            table = self._played(rows, start, name)
         part = self.writer.write_table(f"answers-{name}.arrow", table, EVALUATION_SAMPLES)
         done, of = ((1 + self.settings.samples) * count for count in (start + rows.num_rows, self.table.num_rows))
         tokens, seconds = int(flat(table["response_tokens"])[1][-1]), time.perf_counter() - self.clock
@@ -182,30 +200,51 @@ class _Asked:
         self.context.page.advanced(portion)
         return keep_piece(self.writer, name, part)
 
-    def _generated(self, engine: EngineHandle, rows: pa.Table, start: int) -> pa.Table:
+    def _wanted(self, rows: pa.Table, start: int) -> Iterator[_Wanted]:
         """The greedy answer to each prompt, then the sampled ones."""
         count, samples = rows.num_rows, self.settings.samples
-        tables = [self._table(engine, rows, np.zeros(count, np.int32), [0] * count, self.greedy)]
+        yield _Wanted(rows, range(start, start + count), np.zeros(count, np.int32), [0] * count, self.greedy)
         if samples:
             numbers = np.tile(np.arange(samples, dtype=np.int32), count)
-            places = itertools.product(range(start, start + count), range(samples))
-            seeds = [sample_seed(self.settings.seed, row, sample) for row, sample in places]
-            repeated = rows.take(np.repeat(np.arange(count), samples))
-            tables.append(self._table(engine, repeated, numbers, seeds, self.sampled))
+            repeats = np.repeat(np.arange(count), samples)
+            places = (repeats + start).tolist()
+            pairs = zip(places, numbers.tolist(), strict=True)
+            seeds = [sample_seed(self.settings.seed, place, sample) for place, sample in pairs]
+            yield _Wanted(rows.take(repeats), places, numbers, seeds, self.sampled)
+
+    def _generated(self, engine: EngineHandle, rows: pa.Table, start: int) -> pa.Table:
+        tables: list[pa.Table] = []
+        for wanted in self._wanted(rows, start):
+            batch = engine.generate(token_rows(wanted.rows["prompt_tokens"]), wanted.seeds, wanted.how)
+            tables.append(self._table(wanted, batch.column("response_tokens"), batch.column("finish_reason")))
         return pa.concat_tables(tables)
 
-    def _table(
-        self, engine: EngineHandle, rows: pa.Table, numbers: np.ndarray, seeds: list[int], how: Sampling
-    ) -> pa.Table:
-        batch = engine.generate(token_rows(rows["prompt_tokens"]), seeds, how)
+    def _played(self, rows: pa.Table, start: int, name: str) -> pa.Table:
+        """The same of conversations, with the scores that their environments gave."""
+        tables: list[pa.Table] = []
+        scores: list[Score] = []
+        for number, wanted in enumerate(self._wanted(rows, start)):
+            worlds = [sample_seed(self.settings.seed, place, HELD_OUT_WORLD) for place in wanted.places]
+            tasks = tasks_of(wanted.rows, wanted.numbers.tolist(), wanted.seeds, worlds)
+            played = played_once(
+                self.context, self.writer, f"{name}-{number}", self.engines, self.served.weight_version, self.prepared,
+                tasks, wanted.how,
+            )  # fmt: skip
+            columns = columns_of([one.trajectory for one in played])
+            ends = finish_reasons(pa.chunked_array([columns["turns"]]))
+            tables.append(self._table(wanted, columns["response_tokens"], ends))
+            scores += [one.kept.score.score for one in played]
+        return self._with_scores(pa.concat_tables(tables), scores)
+
+    def _table(self, wanted: _Wanted, responses: pa.Array, ends: pa.Array) -> pa.Table:
         return pa.table(
             {
-                "prompt_id": rows["prompt_id"].combine_chunks(),
-                "greedy": pa.array([how is self.greedy] * rows.num_rows, pa.bool_()),
-                "sample_id": pa.array(numbers, pa.int32()),
-                "seed": pa.array(seeds, pa.int64()),
-                "response_tokens": batch.column("response_tokens").cast(pa.list_(pa.int32())),
-                "finish_reason": batch.column("finish_reason"),
+                "prompt_id": wanted.rows["prompt_id"].combine_chunks(),
+                "greedy": pa.array([wanted.how is self.greedy] * wanted.rows.num_rows, pa.bool_()),
+                "sample_id": pa.array(wanted.numbers, pa.int32()),
+                "seed": pa.array(wanted.seeds, pa.int64()),
+                "response_tokens": responses.cast(pa.list_(pa.int32())),
+                "finish_reason": ends,
             }
         )
 
@@ -215,10 +254,12 @@ class _Asked:
         what = f"evaluation of iteration {iteration}"
         section, kept = self.context.config.reward, RunExchanges(self.context.root, self.writer.run)
         scored = unchanged(score_responses(section, responses, True, kept), self.made_of, what)
-        scores = [score for score in scored.scores if score is not None]
+        return self._with_scores(answers, [score for score in scored.scores if score is not None])
+
+    def _with_scores(self, answers: pa.Table, scores: Sequence[Score]) -> pa.Table:
         more = {
             "run": pa.repeat(pa.scalar(self.context.run), len(scores)),
-            "iteration": pa.repeat(pa.scalar(iteration, pa.int32()), len(scores)),
+            "iteration": pa.repeat(pa.scalar(self.writer.iteration, pa.int32()), len(scores)),
             "source": pa.array(self._sources(answers["prompt_id"].to_pylist()), pa.string()),
         }
         return with_scores(answers, scores, EVALUATION_SAMPLES, more)

@@ -28,19 +28,20 @@ from tasks.environments.conversation import Played, Task
 from tasks.environments.scores import Kept
 from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
-from tasks.stages.conversations import environment_source, play
+from tasks.stages.conversations import environment_source, play, tasks_of
 from tasks.stages.draws import Groups, Refill, drawn
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
-from tasks.stages.prepared import model_directory, records_of, text_codec
+from tasks.stages.prepared import model_directory, text_codec
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 
-WORLD = -1
-"""Number of the sample that stands for the environment, which is the same for all samples of a prompt."""
+WORLD, HELD_OUT_WORLD = -1, -2
+"""Numbers of the samples that stand for the environment, which is the same for all samples of a prompt: of training,
+and of evaluations."""
 _SAMPLED = ["response_tokens", "logprobs", "turns"]
 
 
@@ -78,7 +79,7 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
             "cursor": before.cursor + refill.drawn,
             "weight_version": served.weight_version,
             **refill.facts,
-            **({ENVIRONMENT: sampler.sources} if sampler.sources else {}),
+            **({ENVIRONMENT: dict(sampler.sources)} if sampler.sources else {}),
         },
         metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale, **refill.metrics},
     )
@@ -221,7 +222,7 @@ class _Sampler:
         return [self.served.digest, self.work.config.engine.precision, *self.sources.values()]
 
     @cached_property
-    def sources(self) -> dict[str, JsonValue]:
+    def sources(self) -> dict[str, str]:
         """`environment_source` of the run, read once for all pieces."""
         return environment_source(self.work.config)
 
@@ -274,20 +275,8 @@ class _Sampler:
 
     def _tasks(self, groups: Groups) -> list[Task]:
         seed, again, samples = self.work.config.run.seed, _reseeded(self.work), self.work.config.rollout.samples
-        repeated, records = self._repeated(groups), records_of(groups.prompts)
         worlds = [sample_seed(seed, place, WORLD, again) for place in groups.positions for _ in range(samples)]
-        rows = zip(
-            repeated["prompt_id"].to_pylist(),
-            groups.sample_ids(samples).tolist(),
-            token_rows(repeated["prompt_tokens"]),
-            self._seeds(groups),
-            worlds,
-            strict=True,
-        )
-        return [
-            Task(row, name, sample, records[name], prompt, own, world)
-            for row, (name, sample, prompt, own, world) in enumerate(rows)
-        ]
+        return tasks_of(self._repeated(groups), groups.sample_ids(samples).tolist(), self._seeds(groups), worlds)
 
     def _repeated(self, groups: Groups) -> pa.Table:
         """The prompts with a row for each sample."""

@@ -22,7 +22,7 @@ class Sums:
         self._said += 1
         if self._log:
             with Path(self._log).open("a") as file:
-                file.write(json.dumps([self._id, self._said, action]) + "\n")
+                file.write(json.dumps([self._id, self._said, action, self._seed]) + "\n")
         done = self._said == self._turns
         return None if done else f"{len(action)}+{self._seed % 7}=", float(action[-1]) if action else 0.0, done
 

@@ -13,13 +13,16 @@ from storage.backends.root import open_root
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.parts import read_part, read_table
-from storage.schema import REWARD, ROLLOUT
+from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.unfinished import find_turns
 from storage.upkeep.verify import verify
+from tasks.config.evaluation import EvaluationSettings
 from tasks.environments.scores import read_scores
+from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage
-from tests.small.config import small_config
+from tests.small.config import HELD_OUT, small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.here import context_here
 from tests.tasks.environments.sums import KINDS, Bad
 from trainer_core.batches.reading import read_samples
 from trainer_core.objectives.advantages import group_advantages
@@ -245,3 +248,45 @@ def test_further_prompts_are_played_until_enough_groups_have_a_spread(tmp_path):
     useful = sum(first != second for first, second in zip(scores[::2], scores[1::2], strict=True))
     assert one.metrics["useful_groups"] == useful
     assert useful >= 2 or one.facts["cursor"] == 5
+
+
+def evaluated(root, iteration):
+    manifest = need(root, RUN, iteration, Stage.EVALUATE)
+    return manifest, read_table(root, manifest, EVALUATION).to_pylist()
+
+
+def test_an_evaluation_plays_conversations_at_one_seed_and_goes_on_after_a_kill(tmp_path):
+    log = tmp_path / "log"
+    given = config("Replayed", {"log": str(log)}, "evaluate.every=1")
+    whole, root = open_root(str(tmp_path / "whole")), open_root(str(tmp_path / "root"))
+    driver(whole, given, tmp_path / "a").drive()
+    called = [json.loads(line) for line in log.read_text().splitlines()]
+    held_out = {row["prompt_id"] for row in evaluated(whole, 0)[1]}
+    assert len({(name, seed) for name, *_, seed in called if name in held_out}) == HELD_OUT
+    with pytest.raises(Killed):
+        at = killing(Stage.EVALUATE, 1, Point.MID_RESPONSE, 4)
+        driver(root, given, tmp_path / "b", at=at).drive()
+    driver(root, given, tmp_path / "c").drive()
+    for iteration in (0, 1):
+        manifest, rows = evaluated(whole, iteration)
+        assert len(rows) == HELD_OUT
+        assert manifest.metrics["reward_mean"] == statistics.mean(row["reward"] for row in rows)
+        assert (manifest.metrics["turns_mean"], manifest.metrics["turns_max"]) == (3.0, 3.0)
+        assert evaluated(root, iteration)[0].digest == manifest.digest
+    assert "environment_failures_exit" in evaluated(root, 1)[0].metrics
+    asked = EvaluationSettings(samples=2, prompts_per_part=1)
+    with context_here(whole, given, tmp_path / "d", RUN) as context:
+        metrics = evaluation(context, 1, asked).manifest.metrics
+    assert metrics["greedy/reward"] == evaluated(whole, 1)[0].metrics["reward_mean"]
+    assert (metrics["prompts"], metrics["sampled/errors"]) == (HELD_OUT, 0)
+
+
+def test_failures_of_an_evaluation_are_counted_apart_from_its_mean(tmp_path):
+    settings = ("evaluate.every=1", "evaluate.prompts=24", "data.generate.held_out=24", "reward.max_failures=0.99")
+    root = played(tmp_path, "Unreliable", {"sandbox": 25}, *settings, "environment.retries=0")
+    manifest, rows = evaluated(root, 1)
+    scored = [row["reward"] for row in rows if row["reward"] is not None]
+    assert 0 < len(scored) < len(rows) == 24
+    assert manifest.metrics["reward_mean"] == pytest.approx(statistics.mean(scored))
+    lost = len(rows) - len(scored)
+    assert manifest.metrics["unscored"] == manifest.metrics["environment_failures_exception"] == lost
