@@ -102,4 +102,12 @@ ENVIRONMENTS = (
         "        self._answers += _WORD.search(action.lower()) is not None\n        word",
         ("tests/tasks/environments/test_maze.py",),
     ),
+    Mutant(
+        "rewritten-turns-unmarked",
+        "nothing says that the chat template would write earlier turns in another way",
+        _STATE,
+        "            self.rewritten += not kept\n",
+        "",
+        ("tests/tasks/environments/test_trajectory.py",),
+    ),
 )

@@ -37,7 +37,7 @@ from tasks.stages.names import WORKFLOW, Stage
 _HERE = Path(__file__).parent
 _FIRST = (
     "reward/reward_mean", "evaluate/reward_mean", "evaluate/pass_rate", "train/kl", "train/entropy", "train/grad_norm",
-    "rollout/response_length", "rollout/truncated",
+    "rollout/response_length", "rollout/truncated", "rollout/turns_mean", "rollout/environment_failures",
 )  # fmt: skip
 _REWARDS = ("reward/reward_mean", "train/reward_mean", "evaluate/reward_mean")
 _COLORS = {"logprob": "log-probability", "version": "weight version", "advantage": "advantage"}

@@ -115,6 +115,10 @@ class IterationRecord(BaseModel, frozen=True, extra="forbid"):
     """Norm of the gradient before clipping."""
     tokens_per_second: float | None
     """Response tokens per second while sampling."""
+    turns: float | None = None
+    """Mean number of the policy's answers in a conversation; None without environments."""
+    environment_failures: int = 0
+    """Failures of environments in the rollout, with those that a fresh one made good."""
     unscored: dict[str, int] = {}
     """Samples that have no reward, by the reason: errors, timeouts, non_finite. Empty if all have one."""
     troubles: tuple[Trouble, ...] = ()
@@ -223,7 +227,8 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
     metrics = {manifest.stage: manifest.metrics for manifest in manifests}
     seconds = _seconds(manifests, before)
     row = row_of(manifests, seconds)
-    rewards, trained, evaluated = (metrics.get(one, {}) for one in (Stage.REWARD, Stage.TRAIN, Stage.EVALUATE))
+    stages = (Stage.REWARD, Stage.TRAIN, Stage.EVALUATE, Stage.ROLLOUT)
+    rewards, trained, evaluated, sampled = (metrics.get(one, {}) for one in stages)
     took = {Stage(stage): values.get("seconds") for stage, values in metrics.items()}
     return IterationRecord(
         **{name: trained.get(name) for name in ("kl", "entropy", "grad_norm")},
@@ -237,7 +242,9 @@ def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> Iterati
         held_out_reward=evaluated.get("reward_mean"),
         pass_rate=evaluated.get("pass_rate"),
         passing=row.texts.get(PASS),
-        tokens_per_second=metrics.get(Stage.ROLLOUT, {}).get("tokens_per_second"),
+        tokens_per_second=sampled.get("tokens_per_second"),
+        turns=sampled.get("turns_mean"),
+        environment_failures=int(sampled.get("environment_failures") or 0),
         unscored={name: int(count) for name in _UNSCORED if (count := rewards.get(name))},
         troubles=troubles_of(metrics),
         row=row,

@@ -219,6 +219,8 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
         ("KL before||after", record.kl, ".2e"),
         ("entropy", record.entropy, ".3f"),
         ("grad norm", record.grad_norm, ".3f"),
+        ("turns", record.turns, ".1f"),
+        ("environment failures", record.environment_failures or None, "d"),
         ("tokens/s", record.tokens_per_second, ".0f"),
     ]
     reasons = ", ".join(f"{reason} {count}" for reason, count in record.unscored.items())

@@ -70,6 +70,7 @@ class Conversation:
         self.trajectory: Trajectory | None = None
         self.messages: list[Message] = []
         self.action = ""
+        self.rewritten = 0  # as `PlayedScore.rewritten`
         self.open = self.ended = False
 
     @property
@@ -139,7 +140,8 @@ class Conversation:
         self.ended = event.done or self._there.answers >= self._limits.turns
         if not self.ended:
             last = int(self._there.tokens[-1])
-            tokens = self._renderer.after(self.messages, new, self.events[0].tools, last).tokens
+            tokens, kept = self._renderer.after(self.messages, new, self.events[0].tools, last)
+            self.rewritten += not kept
             if len(tokens) < self.room:
                 self._there.observe(tokens, _role(new), results=_results(new))
             else:
@@ -245,7 +247,11 @@ def _result(task: Task, conversation: Conversation) -> Played:
     environment = tuple(event.seconds for event in conversation.events if event.kind != "called")
     failures = failures_of(conversation.failures)
     kept = Kept(
-        score=PlayedScore(rewards=rewards, failure=None if conversation.ended else failures[-1]),
+        score=PlayedScore(
+            rewards=rewards,
+            failure=None if conversation.ended else failures[-1],
+            rewritten=conversation.rewritten,
+        ),
         course=Course(failures=failures, environment_s=environment, sampling_s=sampled),
     )
     return Played(conversation.trajectory or Trajectory(task.prompt), kept)

@@ -24,6 +24,9 @@ class PlayedScore(BaseModel, frozen=True, extra="forbid"):
     """Of its answers, in order; None where there is none."""
     failure: Failure | None = None
     """The last failure, if there were too many."""
+    rewritten: int = 0
+    """Number of observations at which the chat template would write earlier turns in another way than the policy has
+    seen and sampled them."""
 
     @property
     def score(self) -> Score:
@@ -64,14 +67,16 @@ def read_scores(content: bytes) -> list[PlayedScore]:
 
 
 def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
-    """Metrics of conversations: turns are answers of the policy; seconds are summed over conversations, many of which
-    are played at a time; a failure that was not the last one of its conversation was retried."""
+    """Metrics of conversations: turns are answers of the policy; `rewritten` counts conversations with earlier turns
+    that the chat template would rewrite; seconds are summed over conversations, many of which are played at a time; a
+    failure that was not the last one of its conversation was retried."""
     turns = [len(one.score.rewards) for one in kept]
     reasons = Counter(failure.reason for one in kept for failure in one.course.failures)
     lost = sum(one.score.failure is not None for one in kept)
     return {
         "turns_mean": sum(turns) / len(turns),
         "turns_max": float(max(turns)),
+        "rewritten": float(sum(one.score.rewritten > 0 for one in kept)),
         "environment_s": sum(sum(one.course.environment_s) for one in kept),
         "sampling_s": sum(one.course.sampling_s for one in kept),
         "environment_failures": float(reasons.total()),

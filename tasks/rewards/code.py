@@ -32,8 +32,8 @@ def code_tests(
 def failed_test(
     record: Mapping[str, Any], response: str, *, field: str = "tests", seconds: float = SECONDS, memory_mb: int = 512
 ) -> str | None:
-    """What went wrong with the first test that a response's program does not pass, in words that tell nothing of the
-    test but the last line of the program's errors; None if all pass. Arguments and raises as `code_tests`."""
+    """The flaw at the first test that a response's program does not pass, in words that tell nothing of the test but
+    the last line of the program's errors; None if all pass. Arguments and raises as `code_tests`."""
     statements, pairs = read_tests(record, field)
     program, until = program_of(response), time.monotonic() + seconds
 

@@ -7,13 +7,13 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flows.views.history import read_history
+from flows.views.history import read_history, record_of
 from flows.views.progress import Progress, duration, iteration_line, status_lines
 from flows.views.samples import Sample, Samples
 from flows.views.status import read_status
 from storage.backends.root import Root
 from tasks.stages.names import Stage
-from tests.flows.runs import MakeRun
+from tests.flows.runs import MakeRun, make_manifest
 
 
 def test_an_iteration_is_one_line_with_every_figure(make_run: MakeRun, root: Root):
@@ -23,6 +23,13 @@ def test_an_iteration_is_one_line_with_every_figure(make_run: MakeRun, root: Roo
         "iteration  1/20 | reward 0.500 | held-out reward 1.000 | KL before||after 2.00e-03 | entropy 1.800 | "
         "grad norm 3.000 | tokens/s 2000 | 11.0 s (rollout 1.0 reward 1.0 train 1.0 weight-sync 1.0 evaluate 1.0)"
     )
+
+
+def test_conversations_are_in_the_line():
+    figures = {"turns_mean": 2.5, "environment_failures": 4.0}
+    manifest = make_manifest("a", 1, Stage.ROLLOUT)
+    record = record_of([manifest.model_copy(update={"metrics": {**manifest.metrics, **figures}})], None)
+    assert "| turns 2.5 | environment failures 4 |" in iteration_line(record, 4)
 
 
 @pytest.mark.parametrize(("asked", "shown"), [(6, "8/8"), (8, "8/8"), (10, " 8/10")])

@@ -7,11 +7,13 @@ import pytest
 
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from storage.schema import ROLLOUT, TURN
+from storage.unfinished import TurnEvent
 from tasks.config.model import GeneratedModel
 from tasks.config.run import WorkersSection
 from tasks.data.generated import generate_tokenizer
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import Sampling
+from tasks.environments.conversation import Conversation, Limits, called_with
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import EngineSampler
 from tasks.environments.trajectory import Answer, Trajectory, columns_of
@@ -83,6 +85,20 @@ def test_a_template_that_changes_what_was_said_before_asks_for_a_new_segment(tmp
     assert Renderer(codec).after([USER, thought], [MORE], last=END).tokens == Renderer(codec).following(
         [USER, SAID], [MORE], last=END
     )
+
+
+def test_a_conversation_whose_template_changes_earlier_turns_is_marked_and_keeps_what_was_sampled(tmp_path):
+    folder = chat_model(tmp_path, template=TEMPLATE.replace("message['content']", "message['content'].split('#')[-1]"))
+    codec = TextCodec.from_directory(folder, [END])
+    for said, marked in (("hm#two", 1), ("two", 0)):
+        conversation = Conversation(codec, Renderer(codec), Limits(8, None, 60.0, 0, 400))
+        conversation.add(TurnEvent(row=0, kind="begun", messages=(USER,)))
+        sampled = [*codec.encode(said), END]
+        conversation.add(called_with(answered(*sampled)))
+        conversation.add(TurnEvent(row=0, kind="told", messages=(MORE,), reward=0.0))
+        assert conversation.rewritten == marked
+        assert conversation.trajectory is not None
+        assert conversation.trajectory.turns[0]["end"] == len(sampled)
 
 
 def test_a_model_without_a_template_reads_contents_and_no_tools(tmp_path):
