@@ -19,6 +19,7 @@ exclude_patterns = [".*", "build", "runs", "flows", "storage", "tasks", "tests",
 html_theme = "furo"
 html_title = "Ratchet"
 html_copy_source = False
+html_show_search_summary = False  # a browser reads no other page of a site of files
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

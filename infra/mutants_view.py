@@ -71,4 +71,28 @@ VIEW = (
         "--quiet: #949ba4",
         _ACCESS,
     ),
+    Mutant(
+        "view-lengths-of-others",
+        "search takes the length of a response for that of its prompt",
+        _SELECTION,
+        '_OF_TOKENS = ("response_tokens", "logprobs")',
+        '_OF_TOKENS = ("prompt_tokens", "response_tokens", "logprobs")',
+        _SEARCH,
+    ),
+    Mutant(
+        "progress-raw-sample",
+        "a sample on the live line controls the terminal",
+        "flows/views/progress.py",
+        "self._sample = printable(",
+        "self._sample = str(",
+        ("tests/flows/views/test_progress.py",),
+    ),
+    Mutant(
+        "exit-code-of-storage",
+        "the page of exit codes names another one than the command line gives",
+        "docs/operations.md",
+        "| 2 | the input, or what is stored, cannot be used: change something first | `InputError`,",
+        "| 2 | the input, or what is stored, cannot be used: change something first | `InputError`, `LeaseLost`,",
+        ("tests/flows/cli/test_app.py",),
+    ),
 )
