@@ -17,7 +17,7 @@ from tasks.stages.rescore import rescore
 from tasks.stages.reward import reward
 from tasks.stages.rollout import rollout
 from tasks.stages.select import select
-from tasks.stages.train import retrain, retrain_rescored, train, warm_up
+from tasks.stages.train import retrain, train, warm_up
 from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Served, Trained, View
 from tasks.stages.weight_sync import weight_sync
 
@@ -50,7 +50,7 @@ def iterate(run: RunContext, iteration: int, before: Position) -> Position:
     # rollouts that need older weights than those served last come first; only a start finds that they are missing
     due = _sampled(run, before, min(last, iteration + max(ahead - 1, 0)) if iteration > 1 else 1)
     rollouts = next(one for one in due.rollouts if one.manifest.iteration == iteration)
-    rewards = reward(run, iteration, prepared, rollouts)
+    rewards = reward(run, iteration, prepared, rollouts) if run.config.train.policy.needs_rewards else None
     with _sampling(run, due, min(last, iteration + ahead)) as beside:
         trained = train(run, iteration, prepared, rollouts, rewards, before.trained)
     served = weight_sync(run, iteration, prepared, trained)
@@ -115,10 +115,7 @@ def begin_stored(run: RunContext) -> StoredPosition:
 
 def iterate_stored(run: RunContext, iteration: int, before: StoredPosition) -> StoredPosition:
     """Train on one share of the selection."""
-    if before.rescored is None:
-        trained = retrain(run, iteration, before.prepared, before.selected, before.trained)
-    else:
-        trained = retrain_rescored(run, iteration, before.prepared, before.selected, before.rescored, before.trained)
+    trained = retrain(run, iteration, before.prepared, before.selected, before.rescored, before.trained)
     return replace(before, trained=trained)
 
 
@@ -156,11 +153,12 @@ def redo(run: RunContext, iteration: int, stage: Stage) -> View:
             served = Served(run.need(sampled_by(run, iteration), Stage.WEIGHT_SYNC))
             drawn = Rollouts(run.need(iteration - 1, Stage.ROLLOUT)) if iteration > 1 else prepared
             return rollout(run, iteration, prepared, served, drawn)
-        case Stage.REWARD:
+        case Stage.REWARD if run.config.train.policy.needs_rewards:
             return reward(run, iteration, prepared, Rollouts(run.need(iteration, Stage.ROLLOUT)))
         case Stage.TRAIN if iteration:
             rollouts = Rollouts(run.need(iteration, Stage.ROLLOUT))
-            rewards = Rewards(run.need(iteration, Stage.REWARD))
+            rewarded = run.config.train.policy.needs_rewards
+            rewards = Rewards(run.need(iteration, Stage.REWARD)) if rewarded else None
             before = Trained(run.need(iteration - 1, Stage.TRAIN))
             return train(run, iteration, prepared, rollouts, rewards, before)
         case Stage.WEIGHT_SYNC:

@@ -51,6 +51,7 @@ from infra.mutants_storage import STORAGE
 from infra.mutants_store import STORE
 from infra.mutants_sync import SYNC
 from infra.mutants_tasks import TASKS
+from infra.mutants_teacher import TEACHER
 from infra.mutants_text import TEXT
 from infra.mutants_trainer import TRAINER
 from infra.mutants_trainer_core import TRAINER_CORE
@@ -92,6 +93,7 @@ MUTANTS = (
     *CLOSED,
     *TASKS,
     *SYNC,
+    *TEACHER,
     *TEXT,
     *TRAINER,
     *TRAINER_CORE,

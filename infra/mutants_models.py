@@ -111,7 +111,7 @@ MODELS: tuple[Mutant, ...] = (
         "lone-samples",
         "GRPO may have one sample of each prompt",
         "trainer_core/objectives/objective_config.py",
-        "        return self.advantage.compares if self.needs_advantages else None\n",
+        "        return self.advantage.compares if self.needs_advantages and self.needs_rewards else None\n",
         "        return None\n",
         ("tests/tasks/test_checks.py",),
     ),

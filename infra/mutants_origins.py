@@ -77,7 +77,7 @@ ORIGINS = (
         "select-without-scores",
         "rollouts that have no scores are selected though none are asked for",
         "tasks/stages/selecting.py",
-        "        if rollout.reward is None and not self.section.rescore:\n",
+        "        if rollout.reward is None and self.scored and not self.section.rescore:\n",
         "        if False:\n",
         _SELECTING,
     ),

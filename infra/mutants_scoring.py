@@ -158,8 +158,8 @@ SCORING = (
         "stored-records-are-not-tried",
         "a run is continued with a reward that scores nothing",
         "tasks/checks.py",
-        "    if config.retrain is None and",
-        "    if False and",
+        "        called = config.scores and config.retrain is None and",
+        "        called = False and",
         ("tests/tasks/test_preflight.py",),
     ),
     Mutant(

@@ -112,6 +112,20 @@ REWARD = pa.schema(
     metadata={"table": "reward", "version": str(SCHEMA_VERSION)},
 )
 
+TEACHER = pa.schema(
+    [
+        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
+        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+        _field(
+            "logprobs",
+            pa.list_(pa.float32()),
+            "teacher's log-probability of each token that the policy sampled; 0 if the sample is not usable",
+            "nat",
+        ),
+    ],
+    metadata={"table": "teacher", "version": str(SCHEMA_VERSION)},
+)
+
 EVALUATION = pa.schema(
     [
         _field("prompt_id", pa.string(), "id of the held-out prompt"),

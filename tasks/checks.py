@@ -23,6 +23,7 @@ from tasks.data.values import Keyed
 from tasks.environments.checking import check_environment
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.objective import check_engine, check_objective
+from tasks.model_checks.teacher import check_teacher
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
@@ -51,7 +52,8 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     else:
         check_continued(config, root, Prepared(prepared))
         _check_kept(config, root, prepared, "the run's model")
-        if config.retrain is None and config.environment is None and "train.arrow" in prepared.part_names:
+        called = config.scores and config.retrain is None and config.environment is None
+        if called and "train.arrow" in prepared.part_names:
             stored = Keyed(prepared.digest, (root, prepared))
             calls = _call_stored(config.reward.model_dump_json(), _texts(config.reward), stored)
             check_components([call.score for call in calls], config.evaluate.passing, "evaluate.pass")
@@ -65,15 +67,17 @@ def check_content(config: RunConfig) -> None:
 
 def reward_calls(config: RunConfig) -> tuple[Call, ...]:
     """Calls of a new run's reward on a few records, if `reward.try`. Raises InputError: too many have no score."""
-    played = config.environment is not None
-    return () if played else _reward_calls(config.model_dump_json(), _texts(config.reward))
+    called = config.scores and config.environment is None
+    return _reward_calls(config.model_dump_json(), _texts(config.reward)) if called else ()
 
 
 def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
     """The checks of a run that begins with another's model and prompts. Raises InputError: as `check_config`."""
     if config.model.source is not None:
-        check_model(config, source, Prepared(prepared))
+        check_model(config.model, source, Prepared(prepared))
     _check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
+    facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
+    check_teacher(config, facts, lambda: stored_codec(source, Prepared(prepared)).backend, _device(config))
 
 
 def prepared_stage(root: Root, run: str) -> Manifest | None:
@@ -109,7 +113,8 @@ def _check_content(document: str, device: Device) -> None:
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
-    if config.environment is None:
+    check_teacher(config, facts, lambda: text_codec(config).backend, device)
+    if config.scores and config.environment is None:
         check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
 
 
@@ -129,7 +134,8 @@ def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -
     check_sources(config, prepared)
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
     _check_settings(config, facts, device := _device(config), where)
-    stored = sum(part.bytes for part in prepared.parts if part.name.endswith(".safetensors"))
+    parts = (part for part in prepared.parts if part.name.startswith(MODEL))
+    stored = sum(part.bytes for part in parts if part.name.endswith(".safetensors"))
     _check_room(config, device, lambda: parameters_in(stored, facts))
     check_stored_prompts(config, root, prepared)
 
@@ -144,14 +150,15 @@ def _call_stored(reward: str, _: tuple[str | None, ...], stored: Keyed[tuple[Roo
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
-    if config.environment is None:
-        check_reward(config.reward)
-    else:
+    if config.environment is not None:
         check_environment(config)
+    elif config.scores:
+        check_reward(config.reward)
     check_objective(config.train.policy)
     if config.retrain is None:
         check_engine(config.engine)
-    check_passing(config.reward, config.evaluate.passing, "evaluate.pass")
+    if config.scores:
+        check_passing(config.reward, config.evaluate.passing, "evaluate.pass")
     samples = config.rollout.prompts * config.rollout.samples
     if config.retrain is None:
         _check_algorithm(config)

@@ -16,12 +16,13 @@ from storage.manifest import Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import changed_meaning, fixed_by_prepare
+from tasks.config.model import TEACHER_KEY, ModelSection, teacher_section
 from tasks.config.run import RunConfig
 from tasks.config.stored import corrections, differs, read_config
 from tasks.data.hub import is_weights
-from tasks.data.models import ModelFolder, find_model
+from tasks.data.models import MODEL_KEY, ModelFolder, find_model
 from tasks.stages.names import Stage
-from tasks.stages.prepared import MODEL
+from tasks.stages.prepared import MODEL, TEACHER_MODEL
 from tasks.stages.views import Prepared
 
 _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its size and its beginning
@@ -33,7 +34,10 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
     run = prepared.manifest.run
     _check_settings(config, root, run)
     if config.model.source is not None:
-        check_model(config, root, prepared)
+        check_model(config.model, root, prepared)
+    teacher = teacher_section(config.model, config.train.policy.distill)
+    if teacher is not None and config.retrain is None:  # stage `select` stores that of a run on stored samples
+        check_model(teacher, root, prepared, TEACHER_MODEL, TEACHER_KEY)
 
 
 def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, JsonValue]) -> str | None:
@@ -68,25 +72,28 @@ def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
     return found
 
 
-def check_model(config: RunConfig, root: Root, prepared: Prepared) -> None:
-    """Raises InputError: a file of the model is not the one that was stored. A model that is gone is no matter."""
+def check_model(
+    section: ModelSection, root: Root, prepared: Prepared, prefix: str = MODEL, key: str = MODEL_KEY
+) -> None:
+    """Raises InputError: a file of the model, or of the teacher, is not the one that was stored. Parts of the stored
+    one begin with `prefix`, and the setting `key` names it. A model that is gone is no matter."""
     try:
-        folder = find_model(config.model)
+        folder = find_model(section, key)
         there = folder.files()
     except InputError:  # away: the run has its own copy
         return
-    stored = {part.name.removeprefix(MODEL): part for part in prepared.manifest.parts if part.name.startswith(MODEL)}
+    stored = {part.name.removeprefix(prefix): part for part in prepared.manifest.parts if part.name.startswith(prefix)}
     if not stored.keys() & there.keys():  # an empty folder is away too
         return
     for name, part in stored.items():
         if name not in there:
-            raise _changed(config, prepared, f"{name} was there when the run was started, and is not now")
+            raise _changed(folder, prepared, f"{name} was there when the run was started, and is not now")
         if there[name] != part.bytes:
-            raise _changed(config, prepared, f"{name} had {part.bytes} bytes, and now has {there[name]}")
+            raise _changed(folder, prepared, f"{name} had {part.bytes} bytes, and now has {there[name]}")
         if (found := _digest(folder, name, there[name], part)) != part.digest:
-            raise _changed(config, prepared, f"{name} had the digest {part.digest}, and now has {found}")
+            raise _changed(folder, prepared, f"{name} had the digest {part.digest}, and now has {found}")
     if new := [name for name in there if is_weights(name) and name not in stored and name in _weights(folder)]:
-        raise _changed(config, prepared, f"{new[0]} was not there when the run was started")
+        raise _changed(folder, prepared, f"{new[0]} was not there when the run was started")
 
 
 def _weights(folder: ModelFolder) -> list[str]:
@@ -110,10 +117,10 @@ def _file_digest(path: Path, _size: int, _modified: int) -> str:
     return file_digest(path)[0]
 
 
-def _changed(config: RunConfig, prepared: Prepared, fact: str) -> InputError:
+def _changed(folder: ModelFolder, prepared: Prepared, fact: str) -> InputError:
     run = prepared.manifest.run
     return InputError(
-        f"model.source {config.model.source} is not the model that run {run!r} was started with: {fact}. The run has "
-        "its own copy of that model, so it continues if model.source names nothing that can be read, or the former "
+        f"{folder} is not the model that run {run!r} was started with: {fact}. The run has "
+        f"its own copy of that model, so it continues if {folder.key} names nothing that can be read, or the former "
         "files; to train the new ones start a new run with another --run"
     )

@@ -36,12 +36,12 @@ def is_target(name: str, targets: Iterable[str]) -> bool:
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
-def check_targets(config: LoraConfig, model: Mapping[str, Any], experts: int) -> None:
+def check_targets(config: LoraConfig | None, model: Mapping[str, Any], experts: int) -> None:
     """Refuse targets that are no matrices of the model, whose config.json is `model`, or are those of its `experts`.
-    Raises InputError."""
+    Without adapters nothing is checked. Raises InputError."""
     possible = [*_of_attention(model), *_of_layers(model, experts)]
     routed = [f"mlp.experts.{name}" for name in _DENSE] if experts else []
-    for target in config.targets:
+    for target in config.targets if config else ():
         given = f"train.lora.targets has {json.dumps(target)}"
         if any(is_target(name, [target]) for name in routed):
             raise InputError(

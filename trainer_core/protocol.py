@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.batches.sequences import Samples, SupervisedExamples
+from trainer_core.batches.sequences import Samples, SupervisedExamples, Vector
 from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
@@ -108,7 +108,7 @@ class TrainerProtocol(Protocol):
             The same on every rank. loss, grad_norm (before clipping), clip_fraction: means over updates;
             learning_rate of the last; entropy of the policy before the updates, in nats; kl: k3 estimate of
             KL(before || after) on `kl_sample` samples, in nats, if that is not 0; kl_reference: the same of
-            KL(before || reference) on all, if requested;
+            KL(before || reference) on all, if requested; kl_teacher: the same of KL(before || teacher), with a teacher;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; engine_kl: k3 estimate
             of KL(engine || trainer), in nats; correction_weight and correction_fraction, with a correction: mean weight
             and share of tokens out of range; pairs and preference_accuracy, with DPO; auxiliary_loss, if routers are
@@ -158,6 +158,14 @@ class TrainerProtocol(Protocol):
         `reference` returns from now on. `directory` holds at least the files that `facts.needed_for_weights` names.
         Raises StorageError if there is no state; InputError if Transformer Engine saved it and is not installed here,
         or vice versa."""
+        ...
+
+    def teacher_logprobs(self, directory: Path, samples: Samples, temperature: float) -> Vector:
+        """Log-probabilities of all response tokens of the usable samples by a frozen teacher, flat, in nats, under
+        softmax(logits / temperature); 0 for tokens of other samples. `directory` is the Hugging Face directory of the
+        teacher, whose content never changes; it is read at the first call. Neither the policy nor a random generator
+        changes. Raises InputError: the teacher cannot be built in this layout, or a sequence is longer than max_length.
+        """
         ...
 
     def plan_weights(self, version: int, arena_bytes: int) -> Planned:

@@ -14,14 +14,15 @@ from trainer_core.collector import paused
 from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
-from trainer_core.model.model import build_model
+from trainer_core.model.model import build_model, read_weights
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.model.replay import Graphs, Recorders
 from trainer_core.phases.policy import PolicyPhase
 from trainer_core.phases.reference import Reference
 from trainer_core.phases.supervised import SupervisedPhase
-from trainer_core.platform.platform import Platform, quietly
+from trainer_core.phases.teacher import Teacher
+from trainer_core.platform.platform import Platform
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, base_digest, load_state
 from trainer_core.state.facts import LoraFacts, StateFacts, check_base, check_modules, read_facts
@@ -36,6 +37,7 @@ class Trainer(TrainerProtocol):
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         """Meet the other ranks and build the model without weights; raises as `start_trainer`."""
         self._config, self._transformer_engine = config, platform.transformer_engine
+        self._platform, self._deterministic = platform, rank.chooses_kernels
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
@@ -46,6 +48,7 @@ class Trainer(TrainerProtocol):
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
         self._reference_identity: str | None = None
+        self._teacher: tuple[Path, Teacher] | None = None
         self._identity: str | None = None
         self._lora: LoraFacts | None = None
         self._update: Update | None = None
@@ -151,6 +154,14 @@ class Trainer(TrainerProtocol):
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
 
+    def teacher_logprobs(self, directory: Path, samples: Samples, temperature: float) -> Vector:
+        self._check_length(samples)
+        if self._teacher is None or self._teacher[0] != directory:
+            self._teacher = None  # two would need more memory
+            teacher = Teacher(str(directory), self._config, self._mesh, self._platform, self._deterministic)
+            self._teacher = directory, teacher
+        return self._teacher[1].logprobs(samples, temperature)
+
     def plan_weights(self, version: int, arena_bytes: int) -> Planned:
         self._update = None
         with paused(), self._model.weights("readable"):
@@ -233,8 +244,7 @@ class Trainer(TrainerProtocol):
 
     def _read_model(self) -> None:
         """Read the weights of the model's folder."""
-        with self._model.weights("writable"), quietly():
-            self._model.bridge.load_hf_weights(list(self._model.chunks))  # pyright: ignore[reportArgumentType]
+        read_weights(self._model)
         if self._config.lora is not None:
             base = base_digest(self._model, self._mesh)
             self._lora = LoraFacts(base=base, **self._config.lora.model_dump())

@@ -89,6 +89,8 @@ class Pair:
 
     def _stage(self, iteration: int, stage: Stage, tally: Counter[str], plant: int | None) -> Iterator[str]:
         left, right = (find(root, self.run, iteration, stage) for root in (self.left, self.right))
+        if stage == Stage.REWARD and left is None and right is None:  # a run that only distils
+            return
         if left is None or right is None:
             yield "it is not committed in " + ("either run" if left is right else "one of the runs")
             return

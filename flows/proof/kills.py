@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from flows.proof.faults import FLOW, NODE, Fault
-from flows.views.history import evaluation_due, stages_of
+from flows.views.history import evaluation_due, wanted_stages
 from storage.errors import InputError
 from storage.kill_points import Point
 from tasks.config.run import RunConfig
@@ -34,7 +34,7 @@ def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[
 def possible(config: RunConfig, regenerate: bool) -> Iterator[Fault]:
     """Every point at which the process to be killed is sure to exist, in the order of work."""
     for iteration in range(config.run.iterations + 1):
-        for stage in stages_of(iteration):
+        for stage in wanted_stages(config, iteration):
             if stage == Stage.EVALUATE and not evaluation_due(iteration, config.run.iterations, config.evaluate.every):
                 continue
             for point in _points(stage, stored=not regenerate):

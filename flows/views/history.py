@@ -134,7 +134,8 @@ def stages_of(iteration: int) -> tuple[Stage, ...]:
 def wanted_stages(config: RunConfig, iteration: int) -> tuple[Stage, ...]:
     """The stages of an iteration of a run, in their order."""
     if config.retrain is None:
-        return stages_of(iteration)
+        rewarded = config.train.policy.needs_rewards
+        return tuple(stage for stage in stages_of(iteration) if rewarded or stage != Stage.REWARD)
     if iteration:
         return (Stage.TRAIN,)
     return (Stage.PREPARE, Stage.TRAIN, Stage.SELECT, *([Stage.RESCORE] if config.retrain.rescore else []))

@@ -1,4 +1,4 @@
-"""The table `[model]`: what is trained."""
+"""The table `[model]`: what is trained; and the teacher, which is read in the same way."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ from pydantic import model_validator
 
 from tasks.config.section import Section
 from trainer_core.marks import FILES, RUNTIME, SECRET
+from trainer_core.objectives.objective_config import DistillConfig
 
 
 class GeneratedModel(Section):
@@ -54,3 +55,14 @@ class ModelSection(Section):
         if (self.source is None) == (self.generate is None):
             raise ValueError("give exactly one of model.source and model.generate")
         return self
+
+
+TEACHER_KEY = "train.policy.distill.teacher"  # names the teacher, as model.source does the model
+
+
+def teacher_section(model: ModelSection, distill: DistillConfig | None) -> ModelSection | None:
+    """The teacher as a model, which is found and fetched as that of the run; None if there is none."""
+    if distill is None:
+        return None
+    given = {name: dict(model)[name] for name in ("download", "token", "accept")}
+    return ModelSection(source=distill.teacher, **given)

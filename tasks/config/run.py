@@ -250,6 +250,12 @@ class RunConfig(Section):
     report: Annotated[ReportSection, RUNTIME] = ReportSection()
     retrain: Annotated[RetrainSection | None, decides("select", "train")] = None
 
+    @property
+    def scores(self) -> bool:
+        """Responses are scored: for the training, or for an evaluation."""
+        evaluated = self.retrain is None and self.evaluate.every > 0 and self.data.evaluates
+        return self.train.policy.needs_rewards or evaluated
+
     @model_validator(mode="after")
     def _usable(self) -> "RunConfig":
         if found := list(unusable_numbers(self.model_dump())) or without_effect(self, UNUSED):
@@ -326,6 +332,7 @@ def _because(why: str, holds: Callable[[RunConfig], bool]) -> Callable[[RunConfi
 
 
 _PLAYED = "[environment], which gives the rewards"
+_UNREWARDED = "train.policy.distill.reward_weight = 0 and nothing evaluated"
 
 
 def _off(config: RunConfig) -> str | None:
@@ -348,6 +355,10 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     *(
         Unused(f"reward.{name}", _because(_PLAYED, lambda c: c.environment is not None))
         for name in ("function", "functions", "arguments", "weights", "batch", "deadline_s", "processes")
+    ),
+    *(
+        Unused(f"reward.{name}", _because(_UNREWARDED, lambda c: c.retrain is None and not c.scores))
+        for name in RewardSection.model_fields
     ),
     Unused("engine.own_process", _split),
     Unused("engine.tensor", _because(_ONE_PROCESS, lambda c: c.engine.function is not None)),

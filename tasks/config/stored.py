@@ -137,6 +137,9 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
     document["run"]["name"] = run
     config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
     check_fixed(before, config, parent, "a fork of it")
+    if config.train.policy.distill is not None and before.train.policy.distill is None:
+        fact = f"iteration 0 of run {parent!r} has stored no teacher, so a fork of it cannot have one"
+        raise InputError(f"{fact}: start a new run, or train on its stored samples with `ratchet retrain`")
     return config
 
 

@@ -17,6 +17,7 @@ from tasks.data.hub import INDEX, TEXT_FILES, cache_folder, cached, fetch, hub_i
 from tasks.data.values import json_object
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MODEL_KEY = "model.source"
 _FAILURES = (OSError, ImportError, ValueError)
 
 
@@ -27,9 +28,10 @@ class ModelFolder:
     shown: str  # the source as the configuration has it
     fs: Any
     path: str
+    key: str = MODEL_KEY  # setting that names it
 
     def __str__(self) -> str:
-        return f"model.source {self.shown}"
+        return f"{self.key} {self.shown}"
 
     def files(self) -> dict[str, int]:
         """Sizes of its files in bytes, by name, sorted. Raises InputError: there is no readable folder."""
@@ -86,37 +88,37 @@ class ModelFolder:
         return InputError(f"{self}: {what} cannot be read ({without_secrets(str(error))}): make it readable")
 
 
-def open_model(section: ModelSection) -> ModelFolder:
-    """The directory of a model that is not generated; with `model.download` it is brought from the hub first. Raises
-    InputError: there is no such directory, and the hub's cache does not have it."""
+def open_model(section: ModelSection, key: str = MODEL_KEY) -> ModelFolder:
+    """The directory of a model that is not generated; with `model.download` it is brought from the hub first. Errors
+    call its source `key`. Raises InputError: there is no such directory, and the hub's cache does not have it."""
     source, token = (resolve(dict(section)[name], f"model.{name}") for name in ("source", "token"))
     if section.download and _names_a_hub_model(str(source)):
-        return _local(section, fetch(hub_id(str(source)), None if token is None else str(token)))
-    return find_model(section)
+        return _local(section, fetch(hub_id(str(source)), None if token is None else str(token)), key)
+    return find_model(section, key)
 
 
-def find_model(section: ModelSection) -> ModelFolder:
+def find_model(section: ModelSection, key: str = MODEL_KEY) -> ModelFolder:
     """Like `open_model`, but nothing is fetched from the hub."""
-    source = str(resolve(section.source, "model.source"))
+    source = str(resolve(section.source, key))
     if _names_a_hub_model(source):
         if (folder := cached(hub_id(source))) is None:
-            raise InputError(_absent(section, source))
-        return _local(section, folder)
+            raise InputError(_absent(section, source, key))
+        return _local(section, folder, key)
     try:
         fs, path = fsspec.core.url_to_fs(source)
     except _FAILURES as error:
-        fact = f"model.source {section.source} cannot be read ({without_secrets(str(error))})"
+        fact = f"{key} {section.source} cannot be read ({without_secrets(str(error))})"
         raise InputError(f"{fact}: give a Hugging Face directory") from None
-    return ModelFolder(str(section.source), fs, path)
+    return ModelFolder(str(section.source), fs, path, key)
 
 
-def fill_model_directory(directory: Path, section: ModelSection, seed: int) -> list[str]:
+def fill_model_directory(directory: Path, section: ModelSection, seed: int, key: str = MODEL_KEY) -> list[str]:
     """Copy or generate the model that a run starts from; returns the names of its files, sorted. Raises InputError: its
     directory does not exist or holds no weights."""
     if section.generate is not None:
         generate_model(directory, section.generate, seed)
     else:
-        folder = open_model(section)
+        folder = open_model(section, key)
         texts = [name for name in folder.files() if name in (*TEXT_FILES, INDEX)]
         for name in (*texts, *folder.weights()):
             folder.fetch(name, directory / name)
@@ -152,14 +154,14 @@ def _names_a_hub_model(source: str) -> bool:
     return source.startswith("hf://") or (is_hub_id(source) and not Path(source).exists())
 
 
-def _local(section: ModelSection, folder: Path) -> ModelFolder:
-    return ModelFolder(str(section.source), *fsspec.core.url_to_fs(str(folder)))
+def _local(section: ModelSection, folder: Path, key: str) -> ModelFolder:
+    return ModelFolder(str(section.source), *fsspec.core.url_to_fs(str(folder)), key)
 
 
-def _absent(section: ModelSection, source: str) -> str:
+def _absent(section: ModelSection, source: str, key: str) -> str:
     model, as_folder = hub_id(source), "" if "://" in source else f"there is no folder {source}, and "
     name = section.source if referenced(section.source) is not None else source
     return (
-        f"model.source {name}: {as_folder}the hub's cache ({cache_folder()}) has no model {model}. Give an existing "
+        f"{key} {name}: {as_folder}the hub's cache ({cache_folder()}) has no model {model}. Give an existing "
         "Hugging Face directory, or set model.download = true to fetch it from the hub"
     )

@@ -1,12 +1,12 @@
 """All checks of a model in their order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from storage.errors import InputError
 from tasks.config.run import RunConfig
 from tasks.data.generated import model_config
-from tasks.data.models import open_model
+from tasks.data.models import ModelFolder, open_model
 from tasks.model_checks import architectures
 from tasks.model_checks.weights import check_weights
 from trainer_core.config import Device, TrainerConfig, check_context, check_layout, experts_of
@@ -25,9 +25,13 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
     section = config.model
     if section.generate is not None:
         return model_config(section.generate)
-    folder = open_model(section)
+    return folder_facts(open_model(section), device, section.accept)
+
+
+def folder_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> Facts:
+    """Checked config.json of a model's folder; raises as `source_facts`."""
     there, facts = folder.files(), folder.document("config.json")
-    architectures.check_architecture(facts, device, section.accept, str(folder))
+    architectures.check_architecture(facts, device, accept, str(folder))
     if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
         fact = f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run"
         raise InputError(f"{fact}: use a model whose tokenizer transformers has")

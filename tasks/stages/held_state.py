@@ -116,10 +116,17 @@ def ensure_reference(context: RunContext, prepared: Prepared, group: TrainerGrou
             group.load_reference(folder, reference.digest)
 
 
-def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metrics: Mapping[str, float]) -> StageOutput:
-    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later. The
-    ranks adopt the state's identity as soon as its manifest has one, which is before the state is stored; whatever is
-    made from it is behind it in the outbox. At most one state is on its way: the files of the next are the same."""
+def saved(
+    work: Work,
+    group: TrainerGroup,
+    facts: Mapping[str, JsonValue],
+    metrics: Mapping[str, float],
+    beside: tuple[Part, ...] = (),
+) -> StageOutput:
+    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later; parts
+    `beside` it are stored already. The ranks adopt the state's identity as soon as its manifest has one, which is
+    before the state is stored; whatever is made from it is behind it in the outbox. At most one state is on its way:
+    the files of the next are the same."""
     began = time.perf_counter()
     if not work.context.outbox.idle:
         work.context.outbox.settle()
@@ -129,7 +136,7 @@ def saved(work: Work, group: TrainerGroup, facts: Mapping[str, JsonValue], metri
         facts={**facts, IDENTITY: files.identity.model_dump(mode="json")},
         metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": clock - began},
         content=IDENTITY,
-        store=partial(_store, work.writer, folder, files.names),
+        store=partial(_store, work.writer, folder, files.names, beside),
         identified=partial(_identified, group, folder),
     )
 
@@ -159,10 +166,10 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _store(writer: PartWriter, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
+def _store(writer: PartWriter, folder: Path, names: Sequence[str], beside: tuple[Part, ...]) -> tuple[Part, ...]:
     parts = writer.describe_files(folder, names, STATE)
     writer.store_files(folder, parts, STATE)
-    return parts
+    return (*parts, *beside)
 
 
 @contextmanager

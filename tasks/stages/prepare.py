@@ -9,6 +9,7 @@ from tasks.data.sources import Prompts, codec_of, prompts_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.teaching import store_teacher
 from tasks.stages.views import Prepared
 
 
@@ -21,9 +22,10 @@ def prepare(work: Work) -> StageOutput:
         codec = codec_of(config, directory)
         prompts = prompts_of(config, codec)
         model = [part.model_copy(update={"name": MODEL + part.name}) for part in writer.write_files(directory, names)]
+    teacher = store_teacher(writer, config)
     data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in prompts.tables.items()]
     return StageOutput(
-        parts=(*model, *data),
+        parts=(*model, *teacher, *data),
         schema_fingerprint=fingerprint(PROMPTS),
         facts={
             "cursor": 0,

@@ -20,6 +20,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
 MODEL = "model/"  # prefix of the names of the model's parts
+TEACHER_MODEL = "teacher/"  # the same of a teacher's
 
 _TABLES = 3
 

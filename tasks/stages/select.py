@@ -17,6 +17,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.teaching import store_teacher
 from tasks.stages.views import Prepared, Selected
 from trainer_core.objectives.objective_config import PolicyConfig, check_sampling
 
@@ -40,7 +41,12 @@ def select(work: Work, prepared: Prepared) -> StageOutput:
     prompts = [write_prompts(work.writer, prepare, one.read()) for prepare, one in selecting.answered.items()]
     temperature = _temperature(work.config.train.policy, ranges)
     return StageOutput(
-        parts=(*parts, *prompts, write_sources(work.writer, selecting.sources)),
+        parts=(
+            *parts,
+            *prompts,
+            write_sources(work.writer, selecting.sources),
+            *store_teacher(work.writer, work.config),
+        ),
         schema_fingerprint=fingerprint(SELECTION),
         facts={"samples": selecting.rows, "temperature": temperature, "shares": len(parts)},
         metrics=_metrics(selecting, ranges),
@@ -55,7 +61,7 @@ def examine(
     InputError: nothing is selected, or what is cannot be trained on from the state that the run begins with."""
     if (section := config.retrain) is None:
         raise InputError("the run has no [retrain], so there is nothing to select: start it with `ratchet retrain`")
-    selecting, ranges = Selecting(section), Ranges()
+    selecting, ranges = Selecting(section, config.train.policy.needs_rewards), Ranges()
     for share in _shares(own, prepared, selecting):
         ranges.add(share)
         store(share)

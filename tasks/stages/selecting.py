@@ -136,6 +136,8 @@ class Selecting:
     """A selection in progress. Each rollout is given to `add`, and what `shares` yields meanwhile is stored."""
 
     section: RetrainSection
+    scored: bool = True
+    """Samples without a score are left out, unless they are to be scored again."""
     sources: list[Source] = field(default_factory=list)
     answered: dict[str, Answered] = field(default_factory=dict)
     """By the digest of their stage `prepare`, if they are to be scored again."""
@@ -157,7 +159,7 @@ class Selecting:
 
     def add(self, rollout: Rollout) -> Iterator[pa.Table]:
         """Take what is wanted of a rollout; yields the shares that are full, in the schema SELECTION."""
-        if rollout.reward is None and not self.section.rescore:
+        if rollout.reward is None and self.scored and not self.section.rescore:
             self.unscored += 1
             return
         tables, rows = [], 0

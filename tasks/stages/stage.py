@@ -76,16 +76,19 @@ class StageFunction[**P, V: View]:
         self._signature = inspect.signature(body)
 
     def __call__(self, context: RunContext, iteration: int, *inputs: P.args, **named: P.kwargs) -> V:
-        """Run the stage, or return what is committed. Raises CommitConflict (the stage is committed, but from other
-        inputs or by a competing writer with another result) or LeaseLost (another process drives the run now)."""
+        """Run the stage, or return what is committed. An input that a run does not have is None. Raises CommitConflict
+        (the stage is committed, but from other inputs or by a competing writer with another result) or LeaseLost
+        (another process drives the run now)."""
         context.announce(iteration, self.stage)
         ordered = self._signature.bind(None, *inputs, **named).args[1:]
         work = partial(self.perform, context, iteration, ordered)
-        return cast(V, context.performer(self.stage, iteration, work, ordered))
+        there = tuple(view for view in ordered if view is not None)
+        return cast(V, context.performer(self.stage, iteration, work, there))
 
-    def perform(self, context: RunContext, iteration: int, inputs: tuple[View, ...]) -> Performed:
+    def perform(self, context: RunContext, iteration: int, inputs: tuple[View | None, ...]) -> Performed:
         """Run the body only if no manifest made from the same inputs is committed, and again as `tries` allows."""
-        digests = {role: view.digest for role, view in zip(self._roles, inputs, strict=True)}
+        pairs = zip(self._roles, inputs, strict=True)
+        digests = {role: view.digest for role, view in pairs if view is not None}
         revision = context.revisions.of(iteration, self.stage)
         writer = PartWriter(context.root, context.run, iteration, self.stage, revision)
         tries = context.tries(self.stage, iteration)

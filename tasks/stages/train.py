@@ -2,9 +2,12 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from pydantic import JsonValue
 
+from storage.parts import read_parts, read_table
+from storage.schema import ROLLOUT, SELECTION
 from storage.selection import SHARE
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved, trainers
@@ -12,6 +15,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
 from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
+from tasks.stages.teaching import NAMES, Teach, taught
 from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Trained
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.batches.reading import read_samples, read_selected, solved_examples
@@ -19,41 +23,33 @@ from trainer_core.batches.sequences import Samples
 
 
 @stage(Stage.TRAIN, ("prepare", "rollout", "reward", "state"), Trained)
-def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards, state: Trained) -> StageOutput:
+def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards | None, state: Trained) -> StageOutput:
     """Train on the samples of one rollout. Prompts count as consumed once they are trained on."""
 
-    samples, temperature = read_samples(work.root, rollouts.manifest, rewards.manifest), work.config.rollout.temperature
+    temperature = work.config.rollout.temperature
+    samples = read_samples(work.root, rollouts.manifest, None if rewards is None else rewards.manifest)
+    teach = partial(taught, work, prepared, partial(read_table, work.root, rollouts.manifest, ROLLOUT, NAMES))
     with work.context.turn:
         rest(work.context, prepared)
-        return _trained(work, prepared, state, samples, temperature, {"cursor": rollouts.cursor}, {})
-
-
-@stage(Stage.TRAIN, ("prepare", "selection", "state"), Trained)
-def retrain(work: Work, prepared: Prepared, selected: Selected, state: Trained) -> StageOutput:
-    """Train on one share of a selection with the scores that its samples have."""
-    return _retrained(work, prepared, selected, None, state)
+        return _trained(work, prepared, state, samples, temperature, {"cursor": rollouts.cursor}, {}, teach)
 
 
 @stage(Stage.TRAIN, ("prepare", "selection", "reward", "state"), Trained)
-def retrain_rescored(
-    work: Work, prepared: Prepared, selected: Selected, rescored: Rescored, state: Trained
-) -> StageOutput:
-    """Train on one share of a selection with the scores of stage `rescore`."""
-    return _retrained(work, prepared, selected, rescored, state)
-
-
-def _retrained(
+def retrain(
     work: Work, prepared: Prepared, selected: Selected, rescored: Rescored | None, state: Trained
 ) -> StageOutput:
+    """Train on one share of a selection, with the scores of stage `rescore` or with those that its samples have."""
     shares = selected.shares
     assert work.config.retrain is not None, "a run without [retrain] has another loop"
     number = work.config.retrain.share(work.iteration, len(shares), work.config.run.seed)
-    samples = read_selected(work.root, shares[number], None if rescored is None else rescored.of(number))
+    scores = None if rescored is None else rescored.of(number)
+    samples = read_selected(work.root, shares[number], scores, work.config.train.policy.needs_rewards)
+    teach = partial(taught, work, selected, partial(read_parts, work.root, [shares[number]], SELECTION, NAMES))
     usable = samples.rewards[samples.usable]
-    metrics = {"reward_mean": float(usable.mean())} if len(usable) else {}
+    metrics = {"reward_mean": float(usable.mean())} if len(usable) and work.config.train.policy.needs_rewards else {}
     metrics["epoch"] = float((work.iteration - 1) // len(shares) + 1)
     facts: dict[str, JsonValue] = {"cursor": state.cursor, SHARE: number}
-    return _trained(work, prepared, state, samples, selected.temperature, facts, metrics)
+    return _trained(work, prepared, state, samples, selected.temperature, facts, metrics, teach)
 
 
 def _trained(
@@ -64,6 +60,7 @@ def _trained(
     temperature: float,
     facts: Mapping[str, JsonValue],
     more: Mapping[str, float],
+    teach: Teach,
 ) -> StageOutput:
     """Take the policy steps on the samples, starting from `state`, and save the result."""
     context = work.context
@@ -71,12 +68,13 @@ def _trained(
     generators = group.generators()
     resumed = resume(context, group)
     ensure_reference(context, prepared, group)
+    samples, scored = teach(group, samples, temperature)
     metrics = group.train_policy(samples, temperature, work.config.train.policy.needs_reference)
     metrics = {**metrics, **resumed, **more}
     if generators != "continued":
         metrics["process_to_gradient_s"] = time.time() - group.began
     rng = "reseeded" if generators == "reseeded" else "continued"
-    return saved(work, group, {**facts, "rng": rng}, metrics)
+    return saved(work, group, {**facts, "rng": rng}, metrics, scored)
 
 
 @stage(Stage.TRAIN, ("prepare",), Trained)

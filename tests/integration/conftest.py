@@ -70,6 +70,7 @@ EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
     params=[
         pytest.param(EACH_PROCESS, id="each-process"),
         pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
+        pytest.param((None, KILLS, ("train.lora.rank=8",)), id="adapters", marks=pytest.mark.full),
     ],
 )
 def proof(request, server, home, tmp_path_factory) -> Proof:

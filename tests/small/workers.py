@@ -129,6 +129,7 @@ class SmallTrainer(TrainerProtocol):
             bytes_digest(samples.engine_logprobs.tobytes()),
             temperature,
             held,
+            None if samples.teacher_logprobs is None else bytes_digest(samples.teacher_logprobs.tobytes()),
         ]
         lesson = [*given, self._lessons == self._other_lesson]
         self._update(value_digest(lesson), 1)
@@ -190,6 +191,12 @@ class SmallTrainer(TrainerProtocol):
     def load_reference(self, directory, identity):
         self._reference_weights = self._read(directory, "weights", read_facts(directory))
         self._reference = identity
+
+    def teacher_logprobs(self, directory, samples, temperature):
+        """Values that depend on the teacher's weights and on each sample's place."""
+        model = bytes_digest(Path(directory, "model.safetensors").read_bytes())
+        noise = np.random.default_rng(int(model[:15], 16)).random(int(samples.response_lengths.sum()), np.float32)
+        return (-noise * temperature * samples.per_response_token(samples.usable)).astype(np.float32)
 
     def plan_weights(self, version, arena_bytes):
         self._plan = plan_of(version, self._config.parallel.world_size)

@@ -15,29 +15,34 @@ from trainer_core.batches.sequences import Samples, SupervisedExamples
 _SAMPLE_BITS = 32  # of a key; a sample's number is int32
 
 
-def read_samples(root: Root, rollouts: Manifest, rewards: Manifest) -> Samples:
-    """Join the stored rollout and reward tables of an iteration, in the rollout's order. Raises StageFailed: a rollout
-    row has no reward row. Raises StorageError: stored bytes do not match the manifests."""
+def read_samples(root: Root, rollouts: Manifest, rewards: Manifest | None) -> Samples:
+    """Join the stored rollout and reward tables of an iteration, in the rollout's order; without rewards all are 0.
+    Raises StageFailed: a rollout row has no reward row. Raises StorageError: stored bytes do not match the manifests.
+    """
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs"]
     table = read_table(root, rollouts, ROLLOUT, columns)
+    if rewards is None:
+        groups = table["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+        return _samples(table, np.zeros(table.num_rows, dtype=np.float32), groups)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
     keys, offered = _keys(table, scores)
     rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN without a score
     return _samples(table, rewarded, keys >> _SAMPLE_BITS)
 
 
-def read_selected(root: Root, share: Part, scores: Part | None) -> Samples:
+def read_selected(root: Root, share: Part, scores: Part | None, rewarded: bool = True) -> Samples:
     """Samples of one share of a selection, and with the `scores` of a table with the same rows, if they were scored
-    again. Raises StageFailed: the scores are not those of the share. Raises StorageError: stored bytes do not match the
-    manifests."""
+    again; where samples are not to be `rewarded`, all have 0. Raises StageFailed: the scores are not those of the
+    share. Raises StorageError: stored bytes do not match the manifests."""
     columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs", "group", "reward"]
     table = read_parts(root, [share], SELECTION, columns)
     scored = table if scores is None else read_parts(root, [scores], REWARD, ["prompt_id", "sample_id", "reward"])
     names = ["prompt_id", "sample_id"]
     if not scored.select(names).combine_chunks().equals(table.select(names).combine_chunks()):
         raise StageFailed(f"the scores {scores} are not those of the samples {share.name}: do the stage again")
-    rewarded = scored["reward"].to_numpy()  # (N,), NaN without a score
-    return _samples(table, rewarded, table["group"].to_numpy())
+    without = np.zeros(table.num_rows, dtype=np.float32)
+    given = scored["reward"].to_numpy() if rewarded else without  # (N,), NaN without a score
+    return _samples(table, given, table["group"].to_numpy())
 
 
 def solved_examples(prompts: pa.Table) -> SupervisedExamples:

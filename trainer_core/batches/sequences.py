@@ -59,7 +59,10 @@ class Samples(Sequences):
     """Log-probabilities of all response tokens that count, flat, in nats, under the distribution that sampled them."""
     rewards: NDArray[np.float32]  # (N,) scores; arbitrary where `usable` is False
     groups: NDArray[np.int32]  # (N,) number of the prompt group
-    usable: NDArray[np.bool_]  # (N,) True where there is a reward and at least one response token
+    usable: NDArray[np.bool_]
+    """(N,) True where there is at least one response token, and a reward if the objective needs rewards."""
+    teacher_logprobs: Vector | None = None
+    """Log-probabilities of the same tokens by a teacher, in nats; None if there is none."""
 
 
 def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -148,12 +148,15 @@ OPTIMIZER: tuple[Setting[OptimizerConfig, Sequence[Any]], ...] = (
 )
 
 
-def read_back[Config, Live](rows: Iterable[Setting[Config, Live]], config: Config, live: Live) -> Effective:
-    """Settings of the live parts, without those that no part of this rank has. Raises InputError if one differs."""
+def read_back[Config, Live](
+    rows: Iterable[Setting[Config, Live]], config: Config, live: Live, everywhere: bool = True
+) -> Effective:
+    """Settings of the live parts, without those that no part of this rank has. Raises InputError if one differs, or is
+    in no part although each rank has such a part; a model without gradients lacks some, and is not `everywhere`."""
     found: Effective = {}
     for row in rows:
         held, wanted = row.held(live), row.value(config)
-        if held or row.everywhere:
+        if held or (row.everywhere and everywhere):
             compare(row.name, wanted, next(iter(held)) if len(held) == 1 else sorted(held, key=repr))
             found[row.name] = wanted
     return found

@@ -217,15 +217,22 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
         raise InputError(f"{path} is not JSON: {error}") from error
 
 
-def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool) -> Model:
+def read_weights(model: Model) -> None:
+    """Read the weights of the model's Hugging Face directory. Collective."""
+    with model.weights("writable"), quietly():
+        model.bridge.load_hf_weights(list(model.chunks))  # pyright: ignore[reportArgumentType]
+
+
+def build_model(
+    model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool, frozen: bool = False
+) -> Model:
     """Build the model; its weights are set later. Collective. `deterministic` makes Megatron choose kernels whose
-    results do not depend on timing. Raises InputError: there is no model, its architecture is not supported, or it does
-    not fit the layout."""
+    results do not depend on timing. A `frozen` model has no gradients. Raises InputError: there is no model, its
+    architecture is not supported, or it does not fit the layout."""
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     check_context(config, platform.transformer_engine, deterministic)
-    if config.lora is not None:
-        check_targets(config.lora, hf_config, experts_of(hf_config))
+    check_targets(config.lora, hf_config, experts_of(hf_config))
     config = _decided(config, platform, deterministic)
     with quietly():
         bridge = _bridge(model_dir)
@@ -237,13 +244,13 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         with _refusals():
             on_cpu = provider.use_cpu_initialization
             modules = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
-        adapters = _adapted(modules, bridge, provider, config)
+        adapters = _adapted(modules, bridge, provider, config, frozen)
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
     fuse_accumulation(built, config.megatron)
-    if config.parallel.sequence:  # predicting positions are known by places in the whole batch, so it is gathered
-        for layer in cast(list[Any], built.outputs):
-            layer.sequence_parallel, layer.allreduce_dgrad = False, True
+    for layer in cast(list[Any], built.outputs) if config.parallel.sequence else []:
+        # predicting positions are known by places in the whole batch, so it is gathered
+        layer.sequence_parallel, layer.allreduce_dgrad = False, True
     balance = prepare_routers(built.modules, balanced=config.experts.auxiliary_loss > 0)
     check_effective(provider, wanted)
     return Model(
@@ -254,7 +261,7 @@ def build_model(model_dir: str, config: TrainerConfig, platform: Platform, deter
         vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
-        effective=read_back(MODEL, config, built) | read_layers(config.parallel, built),
+        effective=read_back(MODEL, config, built, everywhere=not frozen) | read_layers(config.parallel, built),
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
         residence=Residence(chunks, platform.device),
         balance=balance,
@@ -270,8 +277,12 @@ def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> 
     return config.model_copy(update={"megatron": config.megatron.model_copy(update=decided)})
 
 
-def _adapted(modules: list[Any], bridge: AutoBridge, provider: GPTModelProvider, config: TrainerConfig) -> Adapters:
-    """Freeze the model under adapters, if it is to have some."""
+def _adapted(
+    modules: list[Any], bridge: AutoBridge, provider: GPTModelProvider, config: TrainerConfig, frozen: bool
+) -> Adapters:
+    """Freeze the model, if it is to be `frozen`, or under adapters, if it is to have some."""
+    for module in modules if frozen else []:
+        module.requires_grad_(False)
     if config.lora is None:
         return {}
     for module in unwrap_model(modules):

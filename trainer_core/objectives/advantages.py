@@ -32,9 +32,9 @@ def token_advantages(
 
 
 def sample_advantages(policy: PolicyConfig, scored: ScoredSamples) -> NDArray[np.float32] | None:
-    """(N,) advantages for display, without the KL in the reward. None if the loss weighs none, or if code of the user's
-    own computes them: that runs in the trainer's ranks alone."""
-    if not policy.needs_advantages or policy.advantage.runs_user_code:
+    """(N,) advantages for display, without the KL in the reward. None if the loss weighs none, if those of a teacher
+    are added, or if code of the user's own computes them: that runs in the trainer's ranks alone."""
+    if not policy.needs_advantages or policy.distill is not None or policy.advantage.runs_user_code:
         return None
     found = np.zeros(len(scored.lengths), dtype=np.float32)
     answered = scored.lengths > 0

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.objectives.loss_config import Correction, Level, MaskedCorrection, NoCorrection, TruncatedCorrection
-from trainer_core.objectives.objective_config import KlEstimator, PolicyConfig
+from trainer_core.objectives.objective_config import DistillConfig, KlEstimator, PolicyConfig
 from trainer_core.objectives.registry import Loss
 from trainer_core.objectives.tokens import Segments, TokenLoss, Tokens, bounded_log_ratio
 
@@ -124,6 +124,23 @@ def correction_effect(
     weights = importance_weights(correction, trainer, behaviour, segments)
     limited = weights == (correction.limit if isinstance(correction, TruncatedCorrection) else 0.0)
     return {"correction_weight": float(weights.mean()), "correction_fraction": float(limited.float().mean())}
+
+
+def distilled(
+    config: DistillConfig, advantages: Vector, teacher: Vector, own: Vector, counted: NDArray[np.bool_]
+) -> Vector:
+    """(R,) coefficient * (log teacher - log own) + reward_weight * the advantages from rewards, which are (R,), or
+    empty if they do not count; 0 where `counted` is False. The first is minus the reverse KL of a token that the policy
+    has sampled, so that the loss has the gradient of KL(policy || teacher) on average.
+
+    Sources: generalised knowledge distillation (arXiv 2306.13649) with reverse KL on samples of the student; MiniLLM
+    (arXiv 2306.08543) equation 2, a token at a time; Thinking Machines, "On-policy distillation" (2025)."""
+    found = np.zeros(len(counted), dtype=np.float32)
+    upper, lower = (torch.from_numpy(values[counted]).double() for values in (teacher, own))
+    found[counted] = config.coefficient * bounded_log_ratio(upper, lower).numpy()
+    if config.reward_weight:
+        found += config.reward_weight * advantages
+    return found
 
 
 def _surrogate(

@@ -1,5 +1,6 @@
 """Configuration of the policy objective. `docs/algorithms.md` has the formulas. Imports no torch."""
 
+import operator
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -8,12 +9,31 @@ from pydantic import Field, model_validator
 from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
-from trainer_core.marks import RUNTIME
-from trainer_core.objectives.advantage_config import Advantage, GroupAdvantage, NoOverlong, Overlong
+from trainer_core.marks import FILES, RUNTIME
+from trainer_core.objectives.advantage_config import (
+    Advantage,
+    GroupAdvantage,
+    NoOverlong,
+    Overlong,
+    OverlongPenalty,
+)
 from trainer_core.objectives.loss_config import ClipLoss, Correction, LossTable, NoCorrection, PolicyLoss, UserLoss
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group", "constant"]
+
+
+class DistillConfig(Frozen):
+    """On-policy distillation: a teacher scores the tokens that the policy has sampled, and what it finds likelier or
+    less likely than the policy is their advantage."""
+
+    teacher: Annotated[str, FILES]
+    """Hugging Face directory of the teacher, as `model.source`, with the tokenizer of the trained model. The run stores
+    a copy of it."""
+    coefficient: float = Field(default=1.0, gt=0)
+    """Factor of log teacher - log policy of a sampled token in its advantage."""
+    reward_weight: float = Field(default=0.0, ge=0)
+    """Factor of the advantage from rewards, which is added; 0 trains without rewards, and nothing is scored for it."""
 
 
 class PolicyConfig(Frozen):
@@ -59,6 +79,9 @@ class PolicyConfig(Frozen):
     """Importance sampling between the policy that drew the samples and the trainer's."""
     overlong: Overlong = NoOverlong()
     """Rewards of long responses."""
+    # a run without it does not have the key in its meaning
+    distill: DistillConfig | None = Field(default=None, exclude_if=operator.not_)
+    """Learn from a teacher's probabilities of the sampled tokens."""
 
     @property
     def runs_user_code(self) -> bool:
@@ -74,6 +97,11 @@ class PolicyConfig(Frozen):
     def needs_advantages(self) -> bool:
         """Rewards become advantages, which weigh ratios to the policy that sampled: samples are taken for its own."""
         return "advantages" in self.loss.needs
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Rewards are part of the objective: not if it distils alone."""
+        return self.distill is None or self.distill.reward_weight > 0
 
     @property
     def needs_entropy(self) -> bool:
@@ -103,7 +131,8 @@ class PolicyConfig(Frozen):
     @property
     def scores_first(self) -> bool:
         """A scoring pass before the first update finds values of the loss."""
-        return self.loss.paired or (self.kl_coefficient > 0 and self.kl_in == "reward")
+        distils = self.distill is not None and self.old_policy == "trainer"
+        return self.loss.paired or distils or (self.kl_coefficient > 0 and self.kl_in == "reward")
 
     @property
     def method(self) -> str:
@@ -117,7 +146,7 @@ class PolicyConfig(Frozen):
             return "leave_out_equal_groups = true"
         if self.loss.paired:
             return f'loss.type = "{self.loss.type}"'
-        return self.advantage.compares if self.needs_advantages else None
+        return self.advantage.compares if self.needs_advantages and self.needs_rewards else None
 
     @model_validator(mode="after")
     def _takes_effect(self) -> "PolicyConfig":
@@ -146,6 +175,11 @@ def _without_group(policy: PolicyConfig) -> str | None:
     return None if grouped else f'advantage.type = "{policy.advantage.type}"'
 
 
+def _unrewarded_penalty(policy: PolicyConfig) -> str | None:
+    return _distilled_alone(policy) if isinstance(policy.overlong, OverlongPenalty) else None
+
+
+_distilled_alone = _under(lambda policy: not policy.needs_rewards, "distill.reward_weight = 0")
 _without_kl = _under(lambda policy: policy.kl_coefficient == 0, "kl_coefficient = 0")
 _with_one_update = _under(
     lambda policy: policy.updates_once,
@@ -159,7 +193,8 @@ _without_gradient = _under(  # on average over samples of the policy k1 has none
 
 _paired = _with_loss(lambda loss: loss.paired)
 _OF_CLIPPING = ("clip_low", "clip_high")
-_OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in")
+_OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in", "distill")
+_OF_REWARDS = ("advantage", "normalize_by_std", "kl_in", "leave_out_equal_groups")
 _OF_SAMPLING = ("old_policy", "correction")
 _OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
 _UNUSED: tuple[Unused[PolicyConfig], ...] = (
@@ -167,6 +202,8 @@ _UNUSED: tuple[Unused[PolicyConfig], ...] = (
     *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_ADVANTAGES),
     *(Unused(name, _with_loss(lambda loss: loss.imitates or loss.paired)) for name in _OF_SAMPLING),
     *(Unused(name, _paired) for name in _OF_TOKENS),
+    *(Unused(name, _distilled_alone) for name in _OF_REWARDS),
+    Unused("overlong", _unrewarded_penalty),
     Unused("normalize_by_std", _without_group),
     Unused("kl_in", _without_kl),
     Unused("kl_estimator", _without_kl),

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from storage.errors import StageFailed
+from storage.errors import InputError, StageFailed
 from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.model import rng
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Gradients, Objective, Passes, TokenScores
 from trainer_core.objectives.advantages import token_advantages
-from trainer_core.objectives.losses import correction_effect, kl_estimate, policy_loss
+from trainer_core.objectives.losses import correction_effect, distilled, kl_estimate, policy_loss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preference_report, preference_values
 from trainer_core.objectives.registry import loss_of
@@ -43,7 +43,10 @@ class PolicyPhase:
         or returns something else than is expected. Raises StageFailed: no sample is usable. Raises NumericsError: a
         loss or gradient norm is not finite."""
         if not samples.usable.any():
-            raise StageFailed(f"none of the {len(samples)} samples has a reward; see the status column of the rewards")
+            lacking = "a reward; see the status column of the rewards" if self.policy.needs_rewards else "a response"
+            raise StageFailed(f"none of the {len(samples)} samples has {lacking}")
+        if self.policy.distill is not None and samples.teacher_logprobs is None:
+            raise InputError("train.policy.distill needs the teacher's log-probabilities: call teacher_logprobs first")
         units = units_of(self.policy, samples)
         rows = np.unique(units)
         if not len(rows):
@@ -65,6 +68,8 @@ class PolicyPhase:
             report["kl_reference"] = mean_kl(-change[counted])
             if self.policy.loss.paired:
                 report |= preference_report(samples, units, change)
+        if samples.teacher_logprobs is not None:
+            report["kl_teacher"] = mean_kl((samples.teacher_logprobs - before.logprobs)[counted])
         return report
 
     def _updates(
@@ -111,11 +116,28 @@ class PolicyPhase:
         if self.policy.weighs_behaviour:
             values["behaviour_logprobs"] = samples.engine_logprobs
         if self.policy.needs_advantages:
-            usable = np.isin(np.arange(len(samples)), rows)
-            scored = ScoredSamples(samples.rewards, samples.groups, usable, samples.response_lengths)
-            penalties = self._penalties(samples.per_response_token(usable), before, reference_logprobs)
-            values["advantages"] = token_advantages(self.policy, scored, penalties)
+            values["advantages"] = self._advantages(samples, rows, before, reference_logprobs)
         return values
+
+    def _advantages(
+        self,
+        samples: Samples,
+        rows: NDArray[np.int64],
+        before: TokenScores | None,
+        reference_logprobs: Vector | None,
+    ) -> Vector:
+        """(R,) advantage of each response token from rewards, from the teacher, or from both."""
+        usable, found = np.isin(np.arange(len(samples)), rows), np.zeros(0, dtype=np.float32)
+        counted = samples.per_response_token(usable)
+        if self.policy.needs_rewards:
+            scored = ScoredSamples(samples.rewards, samples.groups, usable, samples.response_lengths)
+            penalties = self._penalties(counted, before, reference_logprobs)
+            found = token_advantages(self.policy, scored, penalties)
+        if self.policy.distill is None:
+            return found
+        own = samples.engine_logprobs if self.policy.old_policy == "behaviour" or before is None else before.logprobs
+        assert samples.teacher_logprobs is not None  # `run` has refused that
+        return distilled(self.policy.distill, found, samples.teacher_logprobs, own, counted)
 
     def _penalties(
         self, counted: NDArray[np.bool_], before: TokenScores | None, reference_logprobs: Vector | None

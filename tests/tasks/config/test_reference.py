@@ -38,7 +38,7 @@ def test_it_has_every_key_and_says_which_may_change():
         "retrain": {"start": "run@1", "select": ["run"]},
         "environment": {"function": "mine:Game"},
         "engine": {"function": "mine:Engine", "source": "digest"},
-        "train": {**LEAST["train"], "lora": {"rank": 4}},
+        "train": {**LEAST["train"], "lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}},
     }
     config = parse_config({**LEAST, **asked}, "test")
     keys = {key.path: key for table in reference.tables() for key in table.keys}

@@ -53,6 +53,7 @@ def responses_of(model, samples, temperature):
             "logprobs": everything.gather(-1, tokens[places, None])[:, 0],
             "entropy": -(everything.exp() * everything).sum(-1),
             "behaviour": torch.from_numpy(samples.engine_logprobs[own]).double(),
+            "teacher": None if (found := samples.teacher_logprobs) is None else torch.from_numpy(found[own]).double(),
             "own": own,
         }
 
@@ -67,7 +68,7 @@ def objective(settings, responses):
     if kind["type"] == "sft":
         good = [one["logprobs"] for one in responses if one["reward"] > kind["above"]]
         return -torch.cat(good).mean()
-    advantages = _advantages(settings, responses)
+    advantages = _distilled(settings, responses)
     losses = [
         _losses(settings, kind, one, own) + _kl_loss(settings, one)
         for one, own in zip(responses, advantages, strict=True)
@@ -75,6 +76,17 @@ def objective(settings, responses):
     if settings.get("loss_aggregation") == "sequence":
         return torch.stack([loss.mean() for loss in losses]).mean()
     return torch.cat(losses).mean()
+
+
+def _distilled(settings, responses):
+    """Advantages from rewards, if they count, and those of each token by a teacher."""
+    if (distill := settings.get("distill")) is None:
+        return _advantages(settings, responses)
+    weight = distill.get("reward_weight", 0.0)
+    rewarded = _advantages(settings, responses) if weight else [0.0] * len(responses)
+    own = "behaviour" if settings.get("old_policy") == "behaviour" else "logprobs"
+    reverse = [(one[own] - one["teacher"]).detach() for one in responses]
+    return [weight * a - distill["coefficient"] * kl for a, kl in zip(rewarded, reverse, strict=True)]
 
 
 def _kl(settings, one):

@@ -52,6 +52,11 @@ OBJECTIVES = {
         "kl_in": "reward",
         "kl_estimator": "k3",
     },
+    "distilled": {"distill": {"teacher": "given", "coefficient": 0.7}, "old_policy": "behaviour"},
+    "distilled-rewards": {
+        "distill": {"teacher": "given", "coefficient": 0.4, "reward_weight": 0.6},
+        "loss": {"type": "cispo", "clip_low": 1.0, "clip_high": 5.0},
+    },
     "mask-sequence": {"correction": {"type": "mask", "level": "sequence_mean", "low": 0.9, "high": 1.1}},
 }
 
@@ -78,8 +83,12 @@ def samples(model_dir):
     (own,) = run_ranks(1, hugging_face_logprobs, model_dir, sequences, TEMPERATURE)
     flat = np.concatenate([one[places_of(drawn, row) - 1] for row, one in enumerate(own)])
     near = flat + np.random.default_rng(0).normal(0, 0.3, len(flat))
-    near[~drawn.per_response_token(drawn.usable)] = np.nan
-    return dataclasses.replace(drawn, engine_logprobs=near.astype(np.float32))
+    teacher = flat + np.random.default_rng(2).normal(0, 0.8, len(flat))
+    for values in (near, teacher):
+        values[~drawn.per_response_token(drawn.usable)] = np.nan
+    return dataclasses.replace(
+        drawn, engine_logprobs=near.astype(np.float32), teacher_logprobs=teacher.astype(np.float32)
+    )
 
 
 @pytest.fixture(scope="module")

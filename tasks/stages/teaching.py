@@ -1,0 +1,82 @@
+"""A teacher's part of the stages: its model is stored with the run, and its scores of samples with each train state."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from storage.digest import bytes_digest, value_digest
+from storage.errors import InputError
+from storage.manifest import Part
+from storage.ownership.scratch import scratch
+from storage.parts import PartWriter, materialize, read_parts
+from storage.schema import TEACHER
+from storage.unfinished import find_piece, keep_piece
+from tasks.config.model import TEACHER_KEY, teacher_section
+from tasks.config.run import RunConfig
+from tasks.data.models import fill_model_directory
+from tasks.stages.context import RunContext
+from tasks.stages.prepared import TEACHER_MODEL
+from tasks.stages.stage import Work
+from tasks.stages.views import View
+from tasks.workers.trainers import TrainerGroup
+from trainer_core.batches.sequences import Samples
+
+NAMES = ["prompt_id", "sample_id"]
+Teach = Callable[[TrainerGroup, Samples, float], tuple[Samples, tuple[Part, ...]]]  # `taught` of given samples
+
+
+def store_teacher(writer: PartWriter, config: RunConfig) -> list[Part]:
+    """Store the teacher's model with a stage of iteration 0; nothing if there is no teacher. Raises InputError: its
+    directory cannot be read."""
+    if (section := teacher_section(config.model, config.train.policy.distill)) is None:
+        return []
+    with scratch() as directory:
+        names = fill_model_directory(directory, section, config.run.seed, TEACHER_KEY)
+        return [
+            part.model_copy(update={"name": TEACHER_MODEL + part.name}) for part in writer.write_files(directory, names)
+        ]
+
+
+def taught(
+    work: Work,
+    source: View,
+    names: Callable[[], pa.Table],
+    group: TrainerGroup,
+    samples: Samples,
+    temperature: float,
+) -> tuple[Samples, tuple[Part, ...]]:
+    """The samples with the teacher's log-probabilities, and the table that holds these, which is durable before
+    anything is trained on them: a process that does the stage again finds it. The teacher's model is stored with the
+    stage `source`, and `names` reads the ids of the samples. Without a teacher nothing is added."""
+    if work.config.train.policy.distill is None:
+        return samples, ()
+    given = [source.digest, bytes_digest(samples.tokens.tobytes()), bytes_digest(samples.usable.tobytes()), temperature]
+    piece = f"teacher-{value_digest(given)[:16]}"
+    if (part := find_piece(work.writer, piece)) is None:
+        logprobs = group.teacher_logprobs(_directory(work.context, source), samples, temperature)
+        ends = np.append(0, np.cumsum(samples.response_lengths)).astype(np.int32)
+        column = pa.ListArray.from_arrays(pa.array(ends), pa.array(logprobs, pa.float32()))
+        table = names().select(NAMES).append_column("logprobs", column).cast(TEACHER)
+        part = keep_piece(work.writer, piece, work.writer.write_table("teacher.arrow", table, TEACHER))
+    stored = read_parts(work.root, [part], TEACHER, ["logprobs"])["logprobs"].combine_chunks()
+    found = stored.flatten().to_numpy().astype(np.float32)
+    return dataclasses.replace(samples, teacher_logprobs=found), (part,)
+
+
+def _directory(context: RunContext, source: View) -> Path:
+    """A local Hugging Face directory with the teacher, verified; its name changes with its content. Raises InputError:
+    the stage has stored none."""
+    folder = context.scratch / f"teacher-{source.digest[:16]}"
+    verified = folder.with_suffix(".verified")
+    if not verified.exists():
+        if not any(name.startswith(TEACHER_MODEL) for name in source.manifest.part_names):
+            raise InputError(
+                f"{source.manifest.stage} of run {source.manifest.run!r} has stored no teacher: a stage that is done "
+                "again cannot get one. Start a new run, or train on the stored samples with `ratchet retrain`"
+            )
+        materialize(context.root, source.manifest, folder, TEACHER_MODEL)
+        verified.touch()
+    return folder

@@ -1,0 +1,36 @@
+"""A frozen model of its own that scores the samples of the policy, for distillation."""
+
+import numpy as np
+
+from trainer_core.batches.micro_batching import BatchLimits
+from trainer_core.batches.sequences import Samples, Vector
+from trainer_core.config import ExpertsConfig, MegatronConfig, MemoryConfig, TrainerConfig
+from trainer_core.model import rng
+from trainer_core.model.mesh import Mesh
+from trainer_core.model.model import build_model, read_weights
+from trainer_core.model.passes import Passes
+from trainer_core.platform.platform import Platform
+
+
+class Teacher:
+    """The teacher over the ranks of the policy. It is on the device while it scores, else in host memory."""
+
+    def __init__(
+        self, directory: str, config: TrainerConfig, mesh: Mesh, platform: Platform, deterministic: bool
+    ) -> None:
+        """Build the model of a Hugging Face directory and read its weights. Collective; raises as `build_model`."""
+        # what concerns updates alone is not the teacher's
+        megatron = MegatronConfig(attention=config.megatron.attention, gradient_accumulation_fusion=False)
+        own = config.model_copy(update={"lora": None, "experts": ExpertsConfig(), "megatron": megatron})
+        with rng.undisturbed():
+            self._model = build_model(directory, own, platform, deterministic, frozen=True)
+            read_weights(self._model)
+        limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
+        self._passes = Passes(self._model, mesh, limits)
+
+    def logprobs(self, samples: Samples, temperature: float) -> Vector:
+        """(R,) log-probabilities of all response tokens of samples that are usable, in nats; 0 for others."""
+        with rng.undisturbed():
+            found = self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs
+        self._model.release(MemoryConfig(offload_parameters=True))
+        return found
