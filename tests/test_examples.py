@@ -1,11 +1,19 @@
 """The examples, one a door, are short and named by a page; the reward scores. Tests of each door run the others."""
 
+import asyncio
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from storage.backends.root import open_root
+from tasks.checks import check_config
 from tasks.config.code_version import PROJECT_ROOT
+from tasks.config.document import load_config
 from tasks.config.reward import RewardSection
+from tasks.environments.calculator import Calculator
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses
 
@@ -39,3 +47,20 @@ def test_the_reward_has_named_parts():
     assert [score and score.reward for score in scores] == pytest.approx([1.1, 1.0, 0.1])
     assert scores[0] is not None
     assert scores[0].components == {"right": 1.0, "brief": 1.0}
+
+
+@pytest.mark.slow
+def test_what_the_tools_example_makes_passes_the_checks_and_its_calls_have_the_results_of_the_calculator(
+    tmp_path: Path,
+):
+    make = [sys.executable, "-m", "infra.examples.tools.make", str(tmp_path)]
+    subprocess.run(make, check=True, cwd=PROJECT_ROOT, capture_output=True)
+    check_config(load_config(str(tmp_path / "tools.toml")), open_root(str(tmp_path / "runs")))
+    solved = [json.loads(line)["messages"] for line in (tmp_path / "solved.jsonl").read_text().splitlines()]
+    after_calls = [messages for messages in solved if len(messages) == 4]
+    assert len(after_calls) == len(solved) / 2
+    for _, call, told, answer in after_calls[:200]:
+        calculator = Calculator()
+        asyncio.run(calculator.reset({"prompt": "", "answer": told["content"]}, 0))
+        assert asyncio.run(calculator.step(call["content"]))[0] == [told]
+        assert asyncio.run(calculator.step(answer["content"])) == (None, 1.0, True)
