@@ -52,7 +52,7 @@ ENVIRONMENTS = (
         "tasks/environments/host.py",
         "                one.kill()\n",
         "                pass\n",
-        _PLAYED,
+        ("tests/tasks/environments/test_hosting.py",),
     ),
     Mutant(
         "observed-is-sampled",
@@ -109,5 +109,13 @@ ENVIRONMENTS = (
         "            self.rewritten += not kept\n",
         "",
         ("tests/tasks/environments/test_trajectory.py",),
+    ),
+    Mutant(
+        "dying-host-is-asked",
+        "conversations are opened by a host that is being killed, which uses up their retries",
+        "tasks/environments/hosting.py",
+        "            if await reader.readline():",
+        "            if await reader.readline() or True:",
+        ("tests/tasks/environments/test_hosting.py",),
     ),
 )

@@ -104,6 +104,7 @@ def _serve(order: Mapping[str, Any], found: UserFunction, descriptor: int, host:
         os.setsid()  # an environment that signals its group does not reach the host
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == host:
+            os.write(descriptor, b"\n")  # it is there: see `Host.open`
             nothing = os.open(os.devnull, os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(nothing, target)

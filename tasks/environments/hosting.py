@@ -23,6 +23,7 @@ from tasks.rewards.sample import Reason
 
 _COMMAND = [sys.executable, "-P", "-m", "tasks.environments.host"]  # -P: no file of the working directory hides ours
 _START_S, _END_S = 120.0, 15.0
+_HOSTS = 3  # tried in turn
 
 
 class EnvironmentFailed(Exception):
@@ -40,6 +41,7 @@ class Host:
 
     def __init__(self, section: EnvironmentSection) -> None:
         self._section, self._numbers = section, itertools.count()
+        self._replacing = asyncio.Lock()
         self.source = ""
         """Digest of the file of the class, and of those beside it that it imports."""
         self.drives = False
@@ -57,27 +59,35 @@ class Host:
         self._process.wait()
 
     async def open(self) -> "Opened":
-        """A process with an environment in it, which is yet to begin."""
-        number = next(self._numbers)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            if not self._sent({"open": number}, theirs.fileno()):
+        """A process with an environment in it, which is yet to begin. Raises EnvironmentFailed: there is none, even of
+        another host."""
+        for _ in range(_HOSTS):
+            number, host = next(self._numbers), self._process
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._sent({"open": number}, theirs.fileno())
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2 * LARGEST)
+            if await reader.readline():
+                return Opened(self, number, reader, writer)
+            writer.close()
+            await self._replace(host)
+        raise EnvironmentFailed("exit", f"no process could be started for an environment, by {_HOSTS} hosts")
+
+    async def _replace(self, host: subprocess.Popen[bytes]) -> None:
+        """Start another host in the place of one that opens nothing: it has been killed, and may not be gone yet."""
+        async with self._replacing:
+            if self._process is host:
+                host.kill()
                 self.__exit__()
                 self._start()
-                self._sent({"open": number}, theirs.fileno())
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2 * LARGEST)
-        return Opened(self, number, reader, writer)
 
     def end(self, number: int) -> None:
         """Kill the process of an environment, whatever it does."""
         self._sent({"end": number})
 
-    def _sent(self, packet: dict[str, int], *descriptors: int) -> bool:
-        try:
+    def _sent(self, packet: dict[str, int], *descriptors: int) -> None:
+        with suppress(OSError):  # its end
             socket.send_fds(self._control, [json.dumps(packet).encode()], descriptors)
-        except OSError:  # its end
-            return False
-        return True
 
     def _start(self) -> None:
         section = self._section

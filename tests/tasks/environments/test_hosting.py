@@ -1,0 +1,72 @@
+"""Processes of environments: those that are over end, with everything that they have started."""
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tasks.config.playing import EnvironmentSection
+from tasks.environments.hosting import Host, host_processes
+
+FILE = Path(__file__).parent / "sums.py"
+PATIENCE_S = 60.0
+BEGIN = {"record": {"id": "a", "prompt": "1+1="}, "seed": 3, "state": None, "turns": []}
+
+
+def sleepers():
+    """Processes below this one that the environment has started."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            found += [one.pid] if "987654" in one.cmdline() else []
+    return found
+
+
+async def until(condition):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_an_environment_that_hangs_is_ended_with_what_it_has_started_while_others_go_on(tmp_path):
+    section = EnvironmentSection(function=f"{FILE}:Once", arguments={"marks": str(tmp_path), "how": "hang"})
+
+    async def play(host):
+        async with await host.open() as other:
+            async with await host.open() as hanging:
+                for one in (hanging, other):
+                    await one.ask(PATIENCE_S, "its beginning", **BEGIN)
+                    await one.ask(PATIENCE_S, "turn 1", action="1")
+                turn = asyncio.ensure_future(hanging.ask(PATIENCE_S, "turn 2", action="1"))
+                await until(sleepers)
+                turn.cancel()
+            await until(lambda: not sleepers())
+            assert (await other.ask(PATIENCE_S, "turn 2", action="1"))["done"] is False
+
+    with Host(section) as host:
+        asyncio.run(play(host))
+        assert list(host_processes()) == ["environment-0"]
+    assert host_processes() == {}
+
+
+def test_a_host_that_is_being_killed_is_replaced_before_anything_is_asked_of_it():
+    section = EnvironmentSection(function=f"{FILE}:Sums")
+
+    async def begun(host):
+        async with await host.open() as opened:
+            return (await opened.ask(PATIENCE_S, "its beginning", **BEGIN))["observation"]
+
+    async def play(host):
+        for _ in range(3):
+            (killed,) = host_processes().values()
+            os.kill(killed, signal.SIGKILL)  # and it may take packets until it is gone
+            assert await asyncio.gather(*(begun(host) for _ in range(8))) == ["1+1="] * 8
+            assert list(host_processes().values()) != [killed]
+
+    with Host(section) as host:
+        asyncio.run(play(host))
