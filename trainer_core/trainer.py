@@ -36,8 +36,7 @@ class Trainer(TrainerProtocol):
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         """Meet the other ranks and build the model without weights; raises as `start_trainer`."""
-        self._config, self._transformer_engine = config, platform.transformer_engine
-        self._platform, self._deterministic = platform, rank.chooses_kernels
+        self._config, self._platform, self._deterministic = config, platform, rank.chooses_kernels
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
@@ -98,7 +97,7 @@ class Trainer(TrainerProtocol):
             optimizer=optimizer.config,
             parallel=self._config.parallel.ranks,
             precision=self._config.precision,
-            transformer_engine=self._transformer_engine,
+            transformer_engine=self._platform.transformer_engine,
             lora=self._lora,
         )
         with self._model.weights("readable"):
@@ -149,7 +148,7 @@ class Trainer(TrainerProtocol):
     def load_reference(self, directory: Path, identity: str) -> None:
         self._reference_identity = None
         facts = read_facts(directory)
-        check_modules(directory, facts, self._transformer_engine)
+        check_modules(directory, facts, self._platform.transformer_engine)
         check_base(directory, facts, self._lora)
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
@@ -235,7 +234,7 @@ class Trainer(TrainerProtocol):
     def _checked_facts(self, directory: Path) -> StateFacts:
         """Facts of a saved state whose weights this trainer can hold; raises as `load`."""
         facts = read_facts(directory)
-        check_modules(directory, facts, self._transformer_engine)
+        check_modules(directory, facts, self._platform.transformer_engine)
         if facts.precision != self._config.precision:
             fact = f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}"
             raise InputError(f"{fact}; use the state's precision")
