@@ -118,4 +118,12 @@ ENVIRONMENTS = (
         "            if await reader.readline() or True:",
         ("tests/tasks/environments/test_hosting.py",),
     ),
+    Mutant(
+        "ends-of-earlier-hosts",
+        "a host ends when a conversation ends that an earlier host has opened",
+        "tasks/environments/host.py",
+        'processes.pop(asked["end"], None)',
+        'processes.pop(asked["end"])',
+        ("tests/tasks/environments/test_hosting.py",),
+    ),
 )

@@ -65,7 +65,8 @@ def _next(control: socket.socket, order: Mapping[str, Any], found: UserFunction,
         return False
     asked = json.loads(packet)
     if "end" in asked:
-        _end(processes.pop(asked["end"]))
+        if (process := processes.pop(asked["end"], None)) is not None:  # else an earlier host has opened it
+            _end(process)
     else:
         processes[asked["open"]] = _forked(control, order, found, *descriptors)
         os.close(descriptors[0])

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -67,6 +67,23 @@ def test_a_host_that_is_being_killed_is_replaced_before_anything_is_asked_of_it(
             os.kill(killed, signal.SIGKILL)  # and it may take packets until it is gone
             assert await asyncio.gather(*(begun(host) for _ in range(8))) == ["1+1="] * 8
             assert list(host_processes().values()) != [killed]
+
+    with Host(section) as host:
+        asyncio.run(play(host))
+
+
+def test_the_end_of_a_conversation_of_an_earlier_host_ends_nothing_of_the_present_one():
+    section = EnvironmentSection(function=f"{FILE}:Sums")
+
+    async def play(host):
+        async with AsyncExitStack() as earlier:
+            await earlier.enter_async_context(await host.open())
+            os.kill(*host_processes().values(), signal.SIGKILL)
+            async with await host.open() as opened:
+                await opened.ask(PATIENCE_S, "its beginning", **BEGIN)
+                await earlier.aclose()
+                async with await host.open():  # so the packet before it was read
+                    assert (await opened.ask(PATIENCE_S, "turn 1", action="1"))["done"] is False
 
     with Host(section) as host:
         asyncio.run(play(host))
