@@ -124,6 +124,6 @@ ENVIRONMENTS = (
         "tasks/environments/host.py",
         'processes.pop(asked["end"], None)',
         'processes.pop(asked["end"])',
-        ("tests/tasks/environments/test_hosting.py",),
+        ("tests/tasks/environments/test_hosting.py", *_PLAYED),
     ),
 )

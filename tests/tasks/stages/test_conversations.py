@@ -1,7 +1,9 @@
 """Conversations with environments in the real loop over small workers: kills, failures, and what is no environment."""
 
 import json
+import os
 import random
+import signal
 import statistics
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.unfinished import find_turns
 from storage.upkeep.verify import verify
 from tasks.config.evaluation import EvaluationSettings
+from tasks.environments.hosting import host_processes
 from tasks.environments.scores import read_scores
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage
@@ -117,6 +120,25 @@ def test_after_random_kills_tokens_and_rewards_are_those_of_an_undisturbed_run(t
     assert rewards(root) == rewards(undisturbed)
     assert identity(root) == identity(undisturbed)
     assert verify(root, RUN).sound
+
+
+def test_the_kill_of_a_host_under_many_conversations_costs_each_at_most_one_retry(tmp_path):
+    many = ("rollout.prompts=24", "environment.retries=1")
+    whole, root = played(tmp_path / "whole", "Replayed", {}, *many), open_root(str(tmp_path / "root"))
+    left = [30]
+
+    def at(_context, point, _key):
+        left[0] -= point is Point.MID_RESPONSE
+        if left[0] == 0 and (hosts := host_processes()):
+            left[0] = -1
+            os.kill(*hosts.values(), signal.SIGKILL)  # and nobody waits until it is gone
+
+    driver(root, config("Replayed", {}, *many), tmp_path / "scratch", at=at).drive()
+    assert identity(root) == identity(whole)
+    assert rewards(root) == rewards(whole)
+    found = failures(root)
+    assert sum(map(len, found)) > 0
+    assert max(map(len, found)) == 1
 
 
 def failures(root):
