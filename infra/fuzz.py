@@ -71,6 +71,7 @@ class Operation:
     cascade: bool = True
     new_seeds: bool = False
     keep: int | None = None
+    save_every: int = 1
 
 
 def plan(chance: random.Random, count: int) -> Iterator[Operation]:
@@ -91,6 +92,7 @@ def plan(chance: random.Random, count: int) -> Iterator[Operation]:
             cascade=chance.random() < 0.7,
             new_seeds=chance.random() < 0.5,
             keep=chance.choice((None, None, 1, 2)) if kind == "drive" else None,
+            save_every=chance.choice((1, 1, 2, 3)),
         )
 
 
@@ -166,7 +168,8 @@ class Side:
     def _config(self, operation: Operation) -> RunConfig:
         keep = [f"storage.keep_newest={operation.keep}"] if operation.keep else []
         useful = ("rollout.prompts=3", f"rollout.most_prompts={self.most}", "train.policy.leave_out_equal_groups=true")
-        given = [f"rollout.ahead={self.ahead}", *keep, *(useful if self.most else ())]
+        more = [f"rollout.ahead={self.ahead}", f"storage.save_every={operation.save_every}", *keep]
+        given = [*more, *(useful if self.most else ())]
         return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", *given])
 
     def _drive(self, operation: Operation) -> None:

@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _FAULTS = ("tests/tasks/stages", "tests/faults/test_saving_behind.py", "tests/faults/test_matrix.py")
 _STAGES = ("tests/tasks/stages", "tests/flows/test_iteration.py", "tests/flows/test_runtime_settings.py")
 _RETRIED = ("tests/tasks/stages/test_retrying.py",)
+_SAVE_EVERY = ("tests/flows/test_save_every.py",)
 _PROMPTS = ("tests/tasks/data", "tests/flows/test_given_prompts.py")
 
 STAGES = (
@@ -209,5 +210,53 @@ STAGES = (
         "            group = trainers(context, prepared)  # if only some",
         "            # if only some",
         ("tests/tasks/stages/test_held_state.py",),
+    ),
+    Mutant(
+        "made-again-not-compared",
+        "a state that is made again is taken for the recorded one",
+        "tasks/stages/held_state.py",
+        "    if differing := state.identity.differences(group.state_identity(), generators=True):\n        stored",
+        "    if differing := []:\n        stored",
+        _SAVE_EVERY,
+    ),
+    Mutant(
+        "base-retired",
+        "retention counts states that are not stored",
+        "storage/upkeep/retention.py",
+        "any(iteration >= (base or 0) or retention",
+        "any(base is None or retention",
+        _SAVE_EVERY,
+    ),
+    Mutant(
+        "last-not-stored",
+        "the last state of a run is not stored",
+        "tasks/stages/held_state.py",
+        "work.config.storage.save_every and work.iteration != last:",
+        "work.config.storage.save_every:",
+        _SAVE_EVERY,
+    ),
+    Mutant(
+        "made-again-from-the-newest-scores",
+        "a state is made again from the head's scores, whichever made it",
+        "tasks/stages/training_set.py",
+        "            if one.digest == manifest.inputs[role]:\n",
+        "            if one.stage == stage:\n",
+        _SAVE_EVERY,
+    ),
+    Mutant(
+        "fork-from-a-state-that-is-not-stored",
+        "a fork begins with a state that its settings would have to make again",
+        "storage/upkeep/fork.py",
+        "if not one.parts]:",
+        "if one.parts is None]:",
+        _SAVE_EVERY,
+    ),
+    Mutant(
+        "other-settings-from-a-state-that-is-not-stored",
+        "a rerun with other settings is begun where they would make another state",
+        "storage/upkeep/redoing.py",
+        "    if wanted.settings:\n",
+        "    if not wanted:\n",
+        _SAVE_EVERY,
     ),
 )

@@ -114,8 +114,8 @@ TASKS = (
         "export-of-a-retired-state",
         "a state that retention has deleted is chosen for export",
         "tasks/export/choice.py",
-        "if state.key in recorded.kept and at in synced",
-        "if at in synced",
+        "if state.parts and state.key in recorded.kept and at in synced",
+        "if state.parts and at in synced",
         _EXPORT,
     ),
     Mutant(

@@ -155,6 +155,7 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     elif config.scores:
         check_reward(config.reward)
     check_objective(config.train.policy)
+    check_saving(config, device)
     if config.retrain is None:
         check_engine(config.engine)
     if config.scores:
@@ -170,6 +171,17 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     if samples < updates:
         fact = f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}"
         raise InputError(f"{fact}: lower it, or raise rollout.prompts or rollout.samples")
+
+
+def check_saving(config: RunConfig, device: Device) -> None:
+    """Refuse to leave out states that could not be made again bit for bit. Raises InputError."""
+    if (every := config.storage.save_every) == 1:
+        return
+    given = f"storage.save_every = {every} makes states again from stored samples"
+    if device == "cuda" and not config.device.deterministic:
+        raise InputError(f"{given}, by kernels that must repeat them: set device.deterministic = true, or it to 1")
+    if config.train.policy.distill is not None:
+        raise InputError(f"{given}, but a teacher's scores (train.policy.distill) are stored with states: set it to 1")
 
 
 def _check_lengths(config: RunConfig) -> None:

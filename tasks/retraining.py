@@ -13,7 +13,7 @@ from storage.filters import parse_filter
 from storage.ids import check_run_name
 from storage.manifest import find
 from storage.selection import OFFERED
-from storage.upkeep.catalog import names
+from storage.upkeep.catalog import names, stored_states
 from storage.upkeep.fork import Announce, Forked, branch
 from tasks.checks import check_branch
 from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
@@ -72,9 +72,9 @@ def start_of(root: Root, run: str, text: str) -> str:
     before = _recorded(root, run)
     if before is not None and before.retrain is not None and before.retrain.start.rpartition("@")[0] == text:
         return before.retrain.start
-    recorded = names(open_place(root, place), place.run)
-    states = {at: key for (at, stage), key in recorded.newest.items() if stage == Stage.TRAIN}
-    if not (kept := [at for at, key in states.items() if key not in recorded.retired]):
+    source = open_place(root, place)
+    recorded = names(source, place.run)
+    if not (kept := stored_states(source, place.run, Stage.TRAIN, recorded)):
         raise InputError(f"run {place.run!r} has no train state, so no run can begin from it: name another with --from")
     return f"{text}@{max(kept)}"
 

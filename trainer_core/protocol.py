@@ -89,6 +89,10 @@ class TrainerProtocol(Protocol):
         the files. Raises StorageUnavailable: there is no room for the files."""
         ...
 
+    def state_identity(self) -> StateIdentity:
+        """Identity of the live state, as `save` returns it, the same on every rank."""
+        ...
+
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         """Train on one iteration's samples with the objective of `TrainerConfig.policy`, by default GRPO.
 

@@ -25,7 +25,7 @@ from trainer_core.phases.teacher import Teacher
 from trainer_core.platform.platform import Platform
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, base_digest, load_state
-from trainer_core.state.facts import LoraFacts, StateFacts, check_base, check_modules, read_facts
+from trainer_core.state.facts import LoraFacts, StateFacts, StateIdentity, check_base, check_modules, read_facts
 from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.exchange import agree
 from trainer_core.weights.update import Update
@@ -36,7 +36,8 @@ class Trainer(TrainerProtocol):
 
     def __init__(self, model_dir: str, config: TrainerConfig, rank: RankSpec, platform: Platform) -> None:
         """Meet the other ranks and build the model without weights; raises as `start_trainer`."""
-        self._config, self._platform, self._deterministic = config, platform, rank.chooses_kernels
+        self._config, self._transformer_engine = config, platform.transformer_engine
+        self._platform, self._deterministic = platform, rank.chooses_kernels
         self._mesh = join(rank, config.parallel, platform)
         rng.seed_rank(config.seed)
         self._model = build_model(model_dir, config, platform, rank.chooses_kernels)
@@ -91,18 +92,25 @@ class Trainer(TrainerProtocol):
 
     def save(self, directory: Path) -> SavedFiles:
         optimizer = self._live_optimizer()
-        facts = StateFacts(
+        with self._model.weights("readable"):
+            names, identity = self._saver.save(directory, optimizer, self._facts(optimizer))
+        return SavedFiles(tuple(names), identity)
+
+    def state_identity(self) -> StateIdentity:
+        optimizer = self._live_optimizer()
+        with self._model.weights("readable"):
+            return self._saver.identity(optimizer, self._facts(optimizer))
+
+    def _facts(self, optimizer: Optimizer) -> StateFacts:
+        return StateFacts(
             step=self._step,
             optimizer_updates=optimizer.updates,
             optimizer=optimizer.config,
             parallel=self._config.parallel.ranks,
             precision=self._config.precision,
-            transformer_engine=self._platform.transformer_engine,
+            transformer_engine=self._transformer_engine,
             lora=self._lora,
         )
-        with self._model.weights("readable"):
-            names, identity = self._saver.save(directory, optimizer, facts)
-        return SavedFiles(tuple(names), identity)
 
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         self._changes()
@@ -148,7 +156,7 @@ class Trainer(TrainerProtocol):
     def load_reference(self, directory: Path, identity: str) -> None:
         self._reference_identity = None
         facts = read_facts(directory)
-        check_modules(directory, facts, self._platform.transformer_engine)
+        check_modules(directory, facts, self._transformer_engine)
         check_base(directory, facts, self._lora)
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
@@ -234,7 +242,7 @@ class Trainer(TrainerProtocol):
     def _checked_facts(self, directory: Path) -> StateFacts:
         """Facts of a saved state whose weights this trainer can hold; raises as `load`."""
         facts = read_facts(directory)
-        check_modules(directory, facts, self._platform.transformer_engine)
+        check_modules(directory, facts, self._transformer_engine)
         if facts.precision != self._config.precision:
             fact = f"the state is in {facts.precision}, but the trainer computes in {self._config.precision}"
             raise InputError(f"{fact}; use the state's precision")

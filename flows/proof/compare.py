@@ -98,9 +98,8 @@ class Pair:
         if stage in _TABLES:
             yield from self._tables(left, right, tally)
         parts = [(self.left, part) for part in left.parts] + [(self.right, part) for part in right.parts]
-        if stage == Stage.TRAIN and all(
-            root.exists(part.key) for root, part in parts
-        ):  # retention may have deleted one
+        both = left.parts and right.parts  # a state that is made again has none
+        if stage == Stage.TRAIN and both and all(root.exists(part.key) for root, part in parts):  # retention
             yield from self._states(left, right, tally, plant)
         yield from _metrics(left, right, tally)
         yield from _facts(left, right)

@@ -168,6 +168,13 @@ def require_run(root: Root, run: str) -> None:
         raise InputError(f"there is no run {run!r} in {root.url}, only {there}: check --root and the name")
 
 
+def stored_states(root: Root, run: str, stage: str, recorded: Names) -> list[int]:
+    """Iterations whose train states, which `stage` makes, are kept and were stored, sorted."""
+    states = {at: key for (at, name), key in recorded.newest.items() if name == stage and key not in recorded.retired}
+    loaded = each(lambda at: load(root, states[at]), sorted(states), _READERS)
+    return [one.iteration for one in loaded if one.parts]
+
+
 def check_not_removed(root: Root, run: str) -> None:
     """Refuse a run whose removal was begun. Raises InputError, or WrongRecord if the record is of another run."""
     try:

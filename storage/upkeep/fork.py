@@ -20,7 +20,16 @@ from storage.manifest import Manifest, Origin, commit, find, load
 from storage.ownership.scratch import scratch
 from storage.parallel import each
 from storage.parts import PartWriter, materialize
-from storage.upkeep.catalog import Contents, Retired, check_not_removed, contents, names, names_of, require_run
+from storage.upkeep.catalog import (
+    Contents,
+    Retired,
+    check_not_removed,
+    contents,
+    names,
+    names_of,
+    require_run,
+    stored_states,
+)
 
 _COPIERS = 8
 
@@ -161,13 +170,13 @@ class _New:
         foreign = sorted(set(names(self.root, self.run).manifests) - {copy.key for copy in copies})
         if foreign:  # the run would continue from them
             raise self._begun(f"which left {foreign[0]}")
+        needed = self._needed(originals, range(iteration - older, iteration + 1))
         made = self._described(originals, retired, iteration)
         announce(made.cost)
         there = set(self.root.keys(layout.part_folder(self.run)))
         for (original, _), copy in zip(originals, copies, strict=True):
             kept = original.key not in retired and self._has_parts(original, copy, there)
-            needed = range(iteration - older, iteration + 1)
-            if not kept and original.stage == self.workflow.holds_state and original.iteration in needed:
+            if not kept and original in needed:
                 raise self._not_kept(original.iteration)
             if not kept:
                 record = records.read(self.source, layout.retired_key(original.key), Retired)
@@ -183,6 +192,14 @@ class _New:
         if not records.publish(self.root, key, config) and not records.is_there(self.root, key, config):
             raise InputError(f"run {self.run!r} was just made by another process: give the new run another name")
         return made
+
+    def _needed(self, originals: Sequence[tuple[Manifest, int]], iterations: range) -> list[Manifest]:
+        """Manifests of the states that the new run begins with; under its settings none could be made again."""
+        stage = self.workflow.holds_state
+        needed = [one for one, _ in originals if one.stage == stage and one.iteration in iterations]
+        if left_out := [one.iteration for one in needed if not one.parts]:
+            raise self._not_kept(left_out[0])
+        return needed
 
     def _copy(self, one: Manifest, at: int, digests: dict[str, str]) -> Manifest:
         """The manifest of the new run; `digests` has those of former ones by their originals, and gets this one's."""
@@ -248,7 +265,8 @@ class _New:
             each(lambda part: writer.store_file(part, folder / part.name), copy.parts, _COPIERS)
 
     def _not_kept(self, iteration: int) -> InputError:
-        kept = names(self.source, self.parent).kept(self.workflow.holds_state)
+        recorded = names(self.source, self.parent)
+        kept = stored_states(self.source, self.parent, self.workflow.holds_state, recorded)
         fact = f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are"
         return InputError(f"{fact}. Choose one of them")
 

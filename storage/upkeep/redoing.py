@@ -16,7 +16,7 @@ from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Fence, find
 from storage.revisions import Choice, Rerun, Revisions, read_revisions, record_choice, record_rerun
-from storage.upkeep.catalog import Names, check_asked, names
+from storage.upkeep.catalog import Names, check_asked, names, stored_states
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) 
     recorded = names(root, run, revisions=revisions)
     check_asked(root, run, recorded)
     _check_wanted(workflow, run, wanted, recorded)
+    if wanted.settings:
+        _check_stored(root, workflow, run, wanted, recorded)
     rerun = _rerun(workflow, wanted, recorded)
     fence.check()
     # our own write whose answer was lost is found as unfinished; another's is refused or adopted there
@@ -124,6 +126,17 @@ def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names)
         first = iteration - (stage == workflow.samples) - wanted.ahead
         for older in range(max(0, first), iteration):
             _check_kept(workflow, run, older, recorded)
+
+
+def _check_stored(root: Root, workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
+    """Refuse other settings from a state that is not stored: under them it could not be made again."""
+    needed = wanted.iteration - (workflow.holds_state in (wanted.stage, *workflow.behind[wanted.stage]))
+    stored = stored_states(root, run, workflow.holds_state, recorded)
+    if needed not in stored and (wanted.cascade or wanted.stage != workflow.scores):
+        raise InputError(
+            f"the train state of iteration {needed} of run {run!r} is not stored (storage.save_every), and other "
+            f"settings could not make it again; those of {stored} are. Do a stage again that follows one of them"
+        )
 
 
 def _rerun(workflow: Workflow, wanted: Wanted, recorded: Names) -> Rerun:

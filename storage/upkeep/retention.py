@@ -19,10 +19,10 @@ from pydantic import BaseModel, computed_field
 from storage import layout, records
 from storage.backends.backend import Stored, Upload
 from storage.backends.root import Root
-from storage.errors import StorageUnavailable
+from storage.errors import StorageError, StorageUnavailable
 from storage.ids import Workflow
-from storage.manifest import Fence
-from storage.revisions import FIRST, Revisions
+from storage.manifest import Fence, find
+from storage.revisions import FIRST, Revisions, read_revisions
 from storage.upkeep.catalog import Contents, Names, Retired, Unreadable, names, survey
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ ORPHAN_AGE = timedelta(days=1)  # a younger object that nothing names may belong
 
 
 class Retention(BaseModel, frozen=True, extra="forbid"):
-    """Train states that are kept, besides those of iteration 0, of the newest served weights, and newer ones."""
+    """Train states that are kept, besides those of iteration 0, of the newest served weights, and newer ones. In the
+    place of one that is not stored, the one that it is made again from is kept."""
 
     newest: int | None = None  # keep this many of the newest; by default all
     every: int | None = None  # also keep the states of iterations that this number divides
@@ -97,7 +98,8 @@ def collect(
     garbage = [*_records(root, stored, cleaning.moment), *_leftovers(root, run, cleaning.moment)]
     if not unreadable and root.exists(layout.run_config_key(run)):
         parts = root.stored(layout.part_folder(run))
-        garbage = [*cleaning.parts(parts, stored, _pushed_out(recorded, workflow, retention), retention), *garbage]
+        pushed_out = _pushed_out(root, run, recorded, workflow, retention)
+        garbage = [*cleaning.parts(parts, stored, pushed_out, retention), *garbage]
     return Collection(run=run, applied=apply, garbage=tuple(cleaning.deleted(garbage)), unreadable=tuple(unreadable))
 
 
@@ -116,7 +118,7 @@ def catch_up(
     attempt. Raises as `collect`. `revisions` are those of the run; by default they are read."""
     cleaning = _Cleaning(root, run, fence=fence)
     recorded = names(root, run, revisions=revisions)
-    pushed_out = _pushed_out(recorded, workflow, retention)
+    pushed_out = _pushed_out(root, run, recorded, workflow, retention)
     committed = {layout.place_of(key) for key in recorded.of_stage(workflow.holds_state)}
     retired = {layout.place_of(key) for key in (*recorded.retired, *pushed_out)}
     old = cleaning.moment - ORPHAN_AGE
@@ -143,12 +145,17 @@ def give_up(
     """Delete the train states of the one iteration that newly served weights push out of retention. Does for one
     iteration what `catch_up` does for all, with some ten requests, however many iterations and reruns there are.
     Arguments and errors are the same. `served` is the iteration of the newest served weights."""
-    iteration, stage = served - (retention.newest or 0), workflow.holds_state
-    if iteration <= 0 or retention.keeps(iteration, served):
+    stage, oldest = workflow.holds_state, served - (retention.newest or served) + 1
+    seen = read_revisions(root, run) if revisions is None else revisions
+    iteration = 0
+    if oldest > 1 and _stored(root, run, oldest, stage, seen) == oldest:  # else the one before it is still needed
+        found = _stored(root, run, oldest - 1, stage, seen)
+        iteration = oldest - 1 if found is None else found  # one that cannot be read is told of below
+    if retention.keeps(iteration, served):
         return Collection(run=run, applied=True)
     cleaning = _Cleaning(root, run, fence=fence)
-    recorded = names(root, run, iteration, revisions).only(lambda key: layout.place_of(key) == (iteration, stage))
-    needed = _needed(root, workflow, run, iteration, served, recorded.revisions)
+    recorded = names(root, run, iteration, seen).only(lambda key: layout.place_of(key) == (iteration, stage))
+    needed = _needed(root, workflow, run, iteration, served, oldest, seen)
     parts = root.stored(layout.stage_parts(run, iteration, stage))
     return cleaning.states(parts, recorded, set(recorded.manifests) - recorded.retired - needed, retention)
 
@@ -239,30 +246,53 @@ def drop(root: Root, one: Garbage) -> None:
         root.abort_upload(one.key, one.upload)
 
 
-def _pushed_out(recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
+def _pushed_out(root: Root, run: str, recorded: Names, workflow: Workflow, retention: Retention) -> set[str]:
     """Manifests of states to be retired: those that no revision keeps. Each keeps what it is continued from."""
     stage, ends = workflow.holds_state, workflow.ends_iteration
     seen = [recorded.revisions.seen(number) for number in recorded.revisions.numbers]
     synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(ends).items()]
     # a state counts as the newest once its weights are served: until then the one before may be needed again
     served = [max((at for mine, at in synced if one.of(at, ends) == mine), default=0) for one in seen]
+    behind = (retention.newest or 1) - 1
+    bases = [_stored(root, run, newest - behind, stage, one) for one, newest in zip(seen, served, strict=True)]
 
     def kept(key: str, iteration: int) -> bool:
         mine = layout.revision_of(key)
-        every = [newest for one, newest in zip(seen, served, strict=True) if one.of(iteration, stage) == mine]
-        return any(retention.keeps(iteration, newest) for newest in every)
+        every = [of for of in zip(seen, served, bases, strict=True) if of[0].of(iteration, stage) == mine]
+        return any(iteration >= (base or 0) or retention.keeps(iteration, newest) for _, newest, base in every)
 
     states = recorded.of_stage(stage).items()
     return {key for key, iteration in states if key not in recorded.retired and not kept(key, iteration)}
 
 
-def _needed(root: Root, workflow: Workflow, run: str, iteration: int, served: int, every: Revisions) -> set[str]:
-    """Manifests of an iteration's states that a revision needs which has not served weights of `served` itself."""
+def _stored(root: Root, run: str, iteration: int, stage: str, seen: Revisions) -> int | None:
+    """The newest iteration up to this one whose train state was stored: from it the state of this one is made again.
+    None if a record on the way cannot be read."""
+    try:
+        while iteration > 0 and (one := find(root, run, iteration, stage, seen)) is not None and not one.parts:
+            iteration -= 1
+    except StorageError:
+        return None
+    return max(iteration, 0)
+
+
+def _needed(
+    root: Root, workflow: Workflow, run: str, iteration: int, served: int, oldest: int, every: Revisions
+) -> set[str]:
+    """Manifests of an iteration's states that a revision needs: one that has not served weights of `served` itself, or
+    whose state of the iteration `oldest` is made again from there."""
     if not every.reruns:  # the only one has
         return set()
     ends, state = workflow.ends_iteration, workflow.holds_state
     there = set(names(root, run, served, every).manifests)
-    behind = [one for one in map(every.seen, every.numbers) if _key(run, served, ends, one) not in there]
+
+    def needs(one: Revisions) -> bool:
+        if _key(run, served, ends, one) not in there:
+            return True
+        mine = one.of(oldest, state) != every.of(oldest, state)  # that of the head is stored
+        return mine and ((first := _stored(root, run, oldest, state, one)) is None or first <= iteration)
+
+    behind = filter(needs, map(every.seen, every.numbers))
     return {_key(run, iteration, state, one) for one in behind}
 
 

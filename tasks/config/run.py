@@ -210,7 +210,12 @@ class WorkersSection(Section):
 
 
 class StorageSection(Section):
-    """Retention of train states. The states of iteration 0 and of the newest iteration are always kept."""
+    """Storing and retention of train states. Those of iteration 0 and of the newest stored one are always kept."""
+
+    save_every: int = Field(default=1, ge=1)
+    """Store the states of iterations divisible by this number, and of the last. The others are made again when they are
+    needed, by the same updates on the stored samples, and compared with their recorded identity; on CUDA that takes
+    `device.deterministic`."""
 
     keep_newest: int | None = Field(default=None, ge=1)
     """Keep the states of this many of the newest iterations; all if not given."""
@@ -260,6 +265,11 @@ class RunConfig(Section):
     def _usable(self) -> "RunConfig":
         if found := list(unusable_numbers(self.model_dump())) or without_effect(self, UNUSED):
             raise ValueError("\n  ".join(found))
+        if (every := self.storage.keep_every) is not None and every % self.storage.save_every:
+            raise ValueError(
+                f"storage.keep_every = {every} keeps states that storage.save_every = {self.storage.save_every} does "
+                "not store: give a multiple of it"
+            )
         return self
 
     @model_validator(mode="before")

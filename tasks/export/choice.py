@@ -57,16 +57,16 @@ def choose(root: Root, which: str) -> Chosen:
         raise InputError(f"{which!r} is not of the form RUN, RUN@ITERATION or RUN@{BEST}[.MEASURE]")
     if (iteration := int(wanted)) not in kept:
         complete = iteration in _by_iteration(recorded, _last_stage(recorded))
-        fact = "is not kept: retention has deleted it" if complete else "is not there"
+        fact = "is not kept (storage.save_every, storage.keep_newest)" if complete else "is not there"
         state = f"the state of iteration {iteration} of run {run!r}"
         raise InputError(f"{state} {fact}; those of {kept} are. Choose one of them as {run}@ITERATION")
     return Chosen(run, iteration, recorded)
 
 
 def _kept(recorded: Contents) -> list[int]:
-    """Complete iterations whose states are kept, ascending."""
+    """Complete iterations whose states are stored and kept, ascending."""
     synced, states = _by_iteration(recorded, _last_stage(recorded)), _by_iteration(recorded, Stage.TRAIN)
-    return sorted(at for at, state in states.items() if state.key in recorded.kept and at in synced)
+    return sorted(at for at, state in states.items() if state.parts and state.key in recorded.kept and at in synced)
 
 
 def _last_stage(recorded: Contents) -> Stage:

@@ -18,6 +18,7 @@ from tasks.stages.context import RunContext, await_start
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
 from tasks.stages.stage import StageOutput, Work
+from tasks.stages.training_set import recorded
 from tasks.stages.views import IDENTITY, Prepared, Trained
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.protocol import LoadedState, SavedFiles
@@ -52,10 +53,37 @@ def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> Tra
             context.outbox.settle()  # ranks that died may have left a state that is not stored yet
             group = trainers(context, prepared)  # if only some could read what is in memory, the group was ended
             stored = _stored(context, state)
-            with local_copy(context, stored) as folder:
-                loaded = group.load(folder)
-            _compare(stored, loaded)
+            if stored.manifest.parts:
+                with local_copy(context, stored) as folder:
+                    loaded = group.load(folder)
+                _compare(stored, loaded)
+            else:
+                group = _made_again(context, prepared, stored)
         group.adopt(state.digest)
+    return group
+
+
+def _made_again(context: RunContext, prepared: Prepared, state: Trained) -> TrainerGroup:
+    """Trainer ranks that have taken the updates again which made a state that is not stored (`storage.save_every`),
+    from the state before it and the samples that are recorded. Raises DigestMismatch: it is not the state that the
+    manifest records."""
+    at, run = state.manifest.iteration, state.manifest.run
+    before = Trained(context.need(at - 1, Stage.TRAIN))
+    group = ensure_state(context, prepared, before)
+    context.say(f"the state of iteration {at} is not stored: it is trained again from that of iteration {at - 1}")
+    given, policy = recorded(context, state, before), context.config.train.policy
+    with context.turn:
+        resume(context, group)
+        ensure_reference(context, prepared, group)
+        group.train_policy(given.samples, given.temperature, policy.needs_reference)
+    if differing := state.identity.differences(group.state_identity(), generators=True):
+        stored = next(one for one in range(at, -1, -1) if context.need(one, Stage.TRAIN).parts)
+        raise DigestMismatch(
+            f"the state of iteration {at} of run {run} is not stored, and trained again it is not what its manifest "
+            f"records: {' and '.join(differing)} differ. Another layout, processor or version adds numbers in another "
+            f"order: go on with those that trained it, or train again from iteration {stored}: `ratchet rerun "
+            f"{run}@{stored + 1}:train --reason TEXT`"
+        )
     return group
 
 
@@ -121,13 +149,23 @@ def saved(
     group: TrainerGroup,
     facts: Mapping[str, JsonValue],
     metrics: Mapping[str, float],
+    last: int = 0,
     beside: tuple[Part, ...] = (),
 ) -> StageOutput:
     """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later; parts
     `beside` it are stored already. The ranks adopt the state's identity as soon as its manifest has one, which is
     before the state is stored; whatever is made from it is behind it in the outbox. At most one state is on its way:
-    the files of the next are the same."""
+    the files of the next are the same. A state that `storage.save_every` passes over is only identified, but for that
+    of iteration `last`."""
     began = time.perf_counter()
+    if work.iteration % work.config.storage.save_every and work.iteration != last:
+        identity = group.state_identity()
+        return StageOutput(
+            facts={**facts, IDENTITY: identity.model_dump(mode="json")},
+            metrics={**metrics, "save_seconds": time.perf_counter() - began},
+            content=IDENTITY,
+            identified=group.adopt,
+        )
     if not work.context.outbox.idle:
         work.context.outbox.settle()
     clock = time.perf_counter()

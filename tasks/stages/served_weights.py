@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from tasks.engine.protocol import EngineIdentity
 from tasks.stages.context import RunContext, await_start
-from tasks.stages.held_state import local_copy, release, trainers
+from tasks.stages.held_state import ensure_state, local_copy, release, trainers
 from tasks.stages.increments import keep_left
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
@@ -55,6 +55,8 @@ def _bring(context: RunContext, prepared: Prepared, served: Served, lacking: Map
     context.outbox.settle()  # the state to load may not be stored yet
     trained = Trained(context.need(served.weight_version, Stage.TRAIN))
     group, version, expected = trainers(context, prepared), served.weight_version, served.weights_digest
+    if not trained.manifest.parts:  # there is nothing to send but what ranks hold
+        group = ensure_state(context, prepared, trained)
     if group.identity() == trained.digest:
         deliver(context, lacking, group, version, expected)
     else:

@@ -1,14 +1,10 @@
 """Stage `train`: from one train state to the next by policy steps; at iteration 0 the first, by supervised steps."""
 
 import time
-from collections.abc import Mapping
 from functools import partial
-
-from pydantic import JsonValue
 
 from storage.parts import read_parts, read_table
 from storage.schema import ROLLOUT, SELECTION
-from storage.selection import SHARE
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved, trainers
 from tasks.stages.names import Stage
@@ -16,22 +12,20 @@ from tasks.stages.prepared import prompts
 from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.teaching import NAMES, Teach, taught
+from tasks.stages.training_set import TrainingSet, of_rollout, of_selection
 from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Trained
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.batches.reading import read_samples, read_selected, solved_examples
-from trainer_core.batches.sequences import Samples
+from trainer_core.batches.reading import solved_examples
 
 
 @stage(Stage.TRAIN, ("prepare", "rollout", "reward", "state"), Trained)
 def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards | None, state: Trained) -> StageOutput:
     """Train on the samples of one rollout. Prompts count as consumed once they are trained on."""
-
-    temperature = work.config.rollout.temperature
-    samples = read_samples(work.root, rollouts.manifest, None if rewards is None else rewards.manifest)
+    found = of_rollout(work.context, rollouts, rewards)
     teach = partial(taught, work, prepared, partial(read_table, work.root, rollouts.manifest, ROLLOUT, NAMES))
     with work.context.turn:
         rest(work.context, prepared)
-        return _trained(work, prepared, state, samples, temperature, {"cursor": rollouts.cursor}, {}, teach)
+        return _trained(work, prepared, state, found, teach)
 
 
 @stage(Stage.TRAIN, ("prepare", "selection", "reward", "state"), Trained)
@@ -39,42 +33,25 @@ def retrain(
     work: Work, prepared: Prepared, selected: Selected, rescored: Rescored | None, state: Trained
 ) -> StageOutput:
     """Train on one share of a selection, with the scores of stage `rescore` or with those that its samples have."""
-    shares = selected.shares
-    assert work.config.retrain is not None, "a run without [retrain] has another loop"
-    number = work.config.retrain.share(work.iteration, len(shares), work.config.run.seed)
-    scores = None if rescored is None else rescored.of(number)
-    samples = read_selected(work.root, shares[number], scores, work.config.train.policy.needs_rewards)
-    teach = partial(taught, work, selected, partial(read_parts, work.root, [shares[number]], SELECTION, NAMES))
-    usable = samples.rewards[samples.usable]
-    metrics = {"reward_mean": float(usable.mean())} if len(usable) and work.config.train.policy.needs_rewards else {}
-    metrics["epoch"] = float((work.iteration - 1) // len(shares) + 1)
-    facts: dict[str, JsonValue] = {"cursor": state.cursor, SHARE: number}
-    return _trained(work, prepared, state, samples, selected.temperature, facts, metrics, teach)
+    found, share = of_selection(work.context, work.iteration, selected, rescored, state)
+    teach = partial(taught, work, selected, partial(read_parts, work.root, [share], SELECTION, NAMES))
+    return _trained(work, prepared, state, found, teach)
 
 
-def _trained(
-    work: Work,
-    prepared: Prepared,
-    state: Trained,
-    samples: Samples,
-    temperature: float,
-    facts: Mapping[str, JsonValue],
-    more: Mapping[str, float],
-    teach: Teach,
-) -> StageOutput:
+def _trained(work: Work, prepared: Prepared, state: Trained, found: TrainingSet, teach: Teach) -> StageOutput:
     """Take the policy steps on the samples, starting from `state`, and save the result."""
-    context = work.context
+    context, policy = work.context, work.config.train.policy
     group = ensure_state(context, prepared, state)
     generators = group.generators()
     resumed = resume(context, group)
     ensure_reference(context, prepared, group)
-    samples, scored = teach(group, samples, temperature)
-    metrics = group.train_policy(samples, temperature, work.config.train.policy.needs_reference)
-    metrics = {**metrics, **resumed, **more}
+    samples, scored = teach(group, found.samples, found.temperature)
+    metrics = group.train_policy(samples, found.temperature, policy.needs_reference)
+    metrics = {**metrics, **resumed, **found.metrics}
     if generators != "continued":
         metrics["process_to_gradient_s"] = time.time() - group.began
     rng = "reseeded" if generators == "reseeded" else "continued"
-    return saved(work, group, {**facts, "rng": rng}, metrics, scored)
+    return saved(work, group, {**found.facts, "rng": rng}, metrics, found.last, scored)
 
 
 @stage(Stage.TRAIN, ("prepare",), Trained)

@@ -175,6 +175,10 @@ class SmallTrainer(TrainerProtocol):
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
         )
 
+    def state_identity(self):
+        self.resume()
+        return self._identified()
+
     def _identified(self):
         """Identity of this rank's content; every rank holds everything."""
         return StateIdentity(

@@ -1,0 +1,169 @@
+"""States that are not stored are made again, equal to what their manifests record, or refused."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flows.driving import rerun
+from storage.backends.root import Root, open_root
+from storage.errors import DigestMismatch, InputError
+from storage.kill_points import Point
+from storage.layout import part_folder
+from storage.manifest import need
+from storage.upkeep.fork import fork
+from storage.upkeep.redoing import Wanted
+from storage.upkeep.retention import Retention, collect
+from storage.upkeep.verify import verify
+from tasks.checks import check_saving
+from tasks.config.stored import ConfigRecord, forked_config
+from tasks.export.choice import choose
+from tasks.stages.names import WORKFLOW, Stage
+from tests.small.config import small_config
+from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.here import WorkersHere
+from tests.small.workers import SmallTrainer
+
+LAST = 7
+THIRD = "storage.save_every=3"
+
+
+@pytest.fixture
+def root(tmp_path) -> Root:
+    return open_root(str(tmp_path / "runs"))
+
+
+def drive(root: Root, tmp_path: Path, *settings: str, run: str = RUN, **more):
+    config = small_config([f"run.iterations={LAST}", *settings])
+    driver(root, config, tmp_path / "scratch", run=run, **more).drive()
+
+
+def digests(root: Root, last: int = LAST) -> list[str]:
+    return [need(root, RUN, at, Stage.TRAIN).digest for at in range(last + 1)]
+
+
+def stored(root: Root, last: int = LAST) -> list[int]:
+    there = set(root.keys(part_folder(RUN)))
+    return [at for at in range(last + 1) if there & {part.key for part in need(root, RUN, at, Stage.TRAIN).parts}]
+
+
+@pytest.fixture(scope="module")
+def each(tmp_path_factory) -> dict[int, list[str]]:
+    """Digests of all states of runs that store each, by `rollout.ahead`."""
+    found = {}
+    for ahead in (0, 1):
+        folder = tmp_path_factory.mktemp("each")
+        root = open_root(str(folder / "runs"))
+        drive(root, folder, f"rollout.ahead={ahead}")
+        found[ahead] = digests(root)
+    return found
+
+
+@pytest.fixture
+def expected(each) -> list[str]:
+    return each[0]
+
+
+def test_a_third_of_the_states_and_the_last_are_stored(root, tmp_path, expected):
+    drive(root, tmp_path, THIRD)
+    assert stored(root) == [0, 3, 6, 7]
+    assert digests(root) == expected
+    assert verify(root, RUN).sound
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("stage", "iteration"), [(Stage.WEIGHT_SYNC, 4), (Stage.ROLLOUT, 6)])
+def test_a_killed_run_makes_the_states_again(root, tmp_path, each, stage, iteration, ahead):
+    settings = (THIRD, f"rollout.ahead={ahead}")
+    with pytest.raises(Killed):
+        drive(root, tmp_path, *settings, at=killing(stage, iteration, Point.STARTED))
+    drive(root, tmp_path, *settings)
+    assert digests(root) == each[ahead]
+    assert verify(root, RUN).sound
+
+
+@pytest.mark.parametrize("then", [1, 2])
+def test_the_setting_may_change_between_a_kill_and_the_next_start(root, tmp_path, expected, then):
+    with pytest.raises(Killed):
+        drive(root, tmp_path, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
+    drive(root, tmp_path, f"storage.save_every={then}")
+    assert digests(root) == expected
+    assert verify(root, RUN).sound
+
+
+def test_retention_keeps_what_a_state_is_made_again_from(root, tmp_path, expected):
+    settings = (THIRD, "storage.keep_newest=2")
+    with pytest.raises(Killed):
+        drive(root, tmp_path, *settings, at=killing(Stage.TRAIN, 6, Point.STARTED))
+    assert stored(root, 5) == [0, 3]
+    assert not collect(root, WORKFLOW, RUN, Retention(newest=2)).garbage
+    drive(root, tmp_path, *settings)
+    assert stored(root) == [0, 6, 7]
+    assert digests(root) == expected
+    drive(root, tmp_path, *settings, "run.iterations=9")
+    assert stored(root, 9) == [0, 7, 9]
+
+
+class Unrepeatable(SmallTrainer):
+    """A rank whose sums depend on something else."""
+
+    def train_policy(self, *given, **named):
+        report = super().train_policy(*given, **named)
+        self.arrays["weights"][0] = np.nextafter(self.arrays["weights"][0], np.float32(1))
+        return report
+
+
+def test_a_state_that_comes_out_otherwise_is_refused(root, tmp_path):
+    with pytest.raises(Killed):
+        drive(root, tmp_path, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
+    with pytest.raises(DigestMismatch, match=r"tensors differ.*`ratchet rerun small@4:train --reason TEXT`"):
+        workers = WorkersHere(small_config([f"run.iterations={LAST}", THIRD]), trainer=Unrepeatable)
+        drive(root, tmp_path, THIRD, workers=workers)
+
+
+def test_another_stage_again_from_a_state_that_is_not_stored(root, tmp_path, expected):
+    drive(root, tmp_path, THIRD)
+    rerun(root, RUN, Wanted(6, Stage.TRAIN, "to see", "tests"))
+    drive(root, tmp_path, THIRD)
+    assert digests(root) == expected
+    with pytest.raises(InputError, match=r"iteration 4 of run 'small' is not stored .*those of \[0, 3, 6, 7\] are"):
+        rerun(root, RUN, Wanted(5, Stage.TRAIN, "to see", "tests", settings={"train": {"micro_batch_size": 1}}))
+
+
+def test_states_of_another_revision_are_made_again_from_its_samples(root, tmp_path):
+    whole = open_root(str(tmp_path / "whole"))
+    for one, every in ((root, THIRD), (whole, "storage.save_every=1")):
+        drive(one, tmp_path, every)
+        rerun(one, RUN, Wanted(4, Stage.ROLLOUT, "other samples", "tests", new_seeds=True))
+    with pytest.raises(Killed):
+        drive(root, tmp_path, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
+    drive(root, tmp_path, THIRD)
+    drive(whole, tmp_path)
+    assert digests(root) == digests(whole)
+
+
+def test_a_fork_and_an_export_need_a_state_that_is_stored(root, tmp_path):
+    drive(root, tmp_path, THIRD)
+    record = ConfigRecord.of(forked_config(root, RUN, "fork", []))
+    with pytest.raises(InputError, match=r"iteration 4 of run 'small' is not kept; those of \[0, 3, 6, 7\] are"):
+        fork(root, WORKFLOW, RUN, 4, "fork", record.digest, record)
+    fork(root, WORKFLOW, RUN, 3, "fork", record.digest, record)
+    with pytest.raises(InputError, match=r"of \[0, 3, 6, 7\] are"):
+        choose(root, f"{RUN}@4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "fact"),
+    [
+        (["storage.save_every=2"], "cuda", "set device.deterministic = true"),
+        (["storage.save_every=2", "train.policy.distill.teacher=t"], "cpu", "train.policy.distill"),
+    ],
+)
+def test_states_that_could_not_be_made_again_are_refused_before_the_start(settings, device, fact):
+    with pytest.raises(InputError, match=fact):
+        check_saving(small_config(settings), device)
+
+
+def test_states_to_be_kept_are_stored():
+    with pytest.raises(InputError, match=r"keep_every = 3 keeps states that storage\.save_every = 2 does not store"):
+        small_config(["storage.save_every=2", "storage.keep_newest=1", "storage.keep_every=3"])
