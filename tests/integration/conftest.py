@@ -21,6 +21,18 @@ EVERY_POINT = [
     "train@2:started:trainer-1",
     "train@2:upload:flow",
 ]
+MID_RESPONSE = ["rollout@1:mid-response:flow", "rollout@2:mid-response:engine-0"]
+LONG = (
+    "model.generate.max_positions=256",
+    "warmup.steps=1",  # or the model learns to end answers with the stop token
+    "model.generate.vocabulary=128",
+    "rollout.stop_tokens=[127]",
+    "rollout.max_tokens=160",
+    "rollout.increments.tokens=16",
+    "engine.max_model_len=192",
+    "train.max_length=192",
+)
+"""A stop token that is seldom sampled: a piece takes longer than a call that collects, so increments are stored."""
 ITERATIONS = 2
 
 
@@ -70,6 +82,7 @@ EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
     params=[
         pytest.param(EACH_PROCESS, id="each-process"),
         pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
+        pytest.param((None, MID_RESPONSE, LONG), id="mid-response", marks=pytest.mark.full),
         pytest.param((None, KILLS, ("train.lora.rank=8",)), id="adapters", marks=pytest.mark.full),
     ],
 )

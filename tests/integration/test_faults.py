@@ -21,7 +21,7 @@ from storage.upkeep.verify import verify
 from tasks.config.document import load_config
 from tasks.stages.names import LOOP, Stage
 from tests.integration.command import TINY
-from tests.integration.conftest import EACH_PROCESS, EVERY_POINT, ITERATIONS, KILLS, Proof
+from tests.integration.conftest import EACH_PROCESS, EVERY_POINT, ITERATIONS, KILLS, MID_RESPONSE, Proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -39,8 +39,9 @@ def test_the_kills_meet_every_kind_of_process_and_by_hand_every_stage_and_point(
     assert {Fault.parse(kill).victim for kill in KILLS} == {"flow", "trainer-0", "engine-0"}
     faults = [Fault.parse(kill) for kill in EVERY_POINT]
     assert {fault.stage for fault in faults} == set(LOOP)
-    # responses of this run end before an increment of theirs is told: tests/faults kills in the middle of a response
+    # responses of that run end before an increment of theirs is told; those of another are long enough
     assert {fault.point for fault in faults} == set(Point) - {Point.MID_RESPONSE}
+    assert {Fault.parse(kill).point for kill in MID_RESPONSE} == {Point.MID_RESPONSE}
     assert {fault.victim for fault in faults} == {"flow", "node", "trainer-0", "trainer-1", "engine-0"}
 
 
