@@ -25,7 +25,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 myst_heading_anchors = 3
 _FIRST = ("tutorial", "prompts", "rewards", "environments", "view")
-_LAST = ("infra/examples/chat/README", "infra/bench/*", "CONTRIBUTING", "AGENTS", "CHANGELOG")
+_LAST = ("infra/examples/*/README", "infra/bench/*", "CONTRIBUTING", "AGENTS", "CHANGELOG")
 _CONTENTS = """
 ```{{toctree}}
 :hidden:
