@@ -81,7 +81,9 @@ def scored_by_both(rank, world_size, store, folder, documents):
         config_file = place / "config.json"
         config_file.write_text(json.dumps(document))
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place), dtype=torch.float32)
+        config = AutoConfig.from_pretrained(place)
+        config.initializer_range = 0.02  # says how training begins; larger weights amplify the last bits of fp32
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for tensor in (*model.parameters(), *(one for name, one in model.named_buffers() if "e_score" in name)):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
