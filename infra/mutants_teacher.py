@@ -58,8 +58,8 @@ TEACHER = (
         "teacher-may-change",
         "a run continues with another teacher than the one it has stored",
         "tasks/preflight.py",
-        "    check_model(teacher, root, prepared, TEACHER_MODEL, TEACHER_KEY)\n",
-        "",
+        "    if teacher is not None and config.retrain is None:",
+        "    if teacher is not None and config.retrain is not None:",
         _LOOP,
     ),
 )

@@ -18,7 +18,7 @@ VALUES = {
     "huge seed": ("run.seed=2147483648", ["run.seed: 2147483648 cannot be a seed"]),
     "huge number": (f"run.iterations={HUGE}", [f"run.iterations: {HUGE} is too large", "at most 2147483647"]),
     "endless deadline": ("workers.call_deadline_s=1e300", ["workers.call_deadline_s", "too long to wait for"]),
-    "nothing near": ("rollout.zzz=1", ["rollout.zzz: unknown key; remove it, or use one of prompts, samples"]),
+    "nothing near": ("rollout.zzz=1", ["rollout.zzz: unknown key; remove it, or use one of prompts, most_prompts,"]),
     "a tracker with credentials": ("report.mlflow=https://u:p@h", ["report.mlflow: it is a URL with credentials"]),
     "a tracker by a variable that is not set": (
         'report.mlflow="env:RATCHET_TEST_NOT_SET"',

@@ -78,6 +78,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "sync.probe_sequences": (8, 1),
     "sync.max_mean_difference": (1e-3, 1.0),
     "sync.max_difference": (5e-3, 1.0),
+    "storage.save_every": (1, 2),
     "storage.keep_newest": (1, 2),
     "storage.keep_every": (1, 2),
     "report.examples": (0, 2),

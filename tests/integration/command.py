@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -11,6 +10,7 @@ from storage.backends.root import open_root
 from storage.manifest import Manifest, need
 from tasks.stages.names import Stage
 from tests.command_server import Finished
+from tests.forked_python import of_workers
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
@@ -31,17 +31,17 @@ PIECES = ["--set", "rollout.groups_per_part=2"]  # eight, so that it can be kill
 
 def start(*arguments: str, home: Path) -> subprocess.Popen[str]:
     """Start `ratchet` with its own Prefect home, so that it neither sees nor disturbs other runs."""
-    environment = {**os.environ, "PREFECT_HOME": str(home)}
+    environment = {**os.environ, **of_workers(home / "python"), "PREFECT_HOME": str(home)}
     return subprocess.Popen(
-        [sys.executable, "-m", "flows", *arguments],
+        [str(home / "python"), "-m", "flows", *arguments],
         cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
 def python(folder: Path, home: Path, *words: str) -> Finished:
     """A Python process of a user, in a folder of theirs outside the checkout."""
-    environment = {**os.environ, "PREFECT_HOME": str(home), "PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, *words]
+    environment = {**os.environ, **of_workers(home / "python"), "PREFECT_HOME": str(home), "PYTHONPATH": str(PROJECT)}
+    command = [str(home / "python"), *words]
     return finish(
         subprocess.Popen(
             command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

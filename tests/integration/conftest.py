@@ -1,9 +1,10 @@
-"""Runs of the real stack that the tests of this folder share: each start of it costs 40 s of processor."""
+"""Runs of the real stack that the tests of this folder share: each start of it costs 15 s of processor."""
 
 from dataclasses import dataclass
 
 import pytest
 
+from tests.forked_python import forked_python
 from tests.integration.command import PIECES, TINY, Finished, finish, run_tiny, start
 from tests.prefect_home import prepared
 from tests.storage.s3 import BUCKET, s3_server
@@ -38,8 +39,10 @@ ITERATIONS = 2
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory):
-    """Prefect's home folder for the commands of the tests."""
-    return prepared(tmp_path_factory.mktemp("prefect"), tmp_path_factory)
+    """Prefect's home folder for the commands of the tests, and in it the Python that executes them."""
+    home = prepared(tmp_path_factory.mktemp("prefect"), tmp_path_factory)
+    (home / "python").symlink_to(forked_python(tmp_path_factory))
+    return home
 
 
 @pytest.fixture(scope="session")

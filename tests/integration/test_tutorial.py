@@ -3,12 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tasks.config.code_version import PROJECT_ROOT
+from tests.forked_python import of_workers
 
 PAGE = PROJECT_ROOT / "docs" / "tutorial.md"
 _BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.M | re.S)
@@ -44,10 +44,11 @@ def environment(tmp_path: Path, home: Path) -> dict[str, str]:
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, words in (("ratchet", "-m flows"), ("python", "")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec {home}/python {words} "$@"\n')
         (programs / name).chmod(0o755)
     return {
         **os.environ,
+        **of_workers(home / "python"),
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": str(PROJECT_ROOT),
         "PREFECT_HOME": str(home),
@@ -55,7 +56,7 @@ def environment(tmp_path: Path, home: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_every_command_does_what_the_page_says(tmp_path: Path, environment: dict[str, str]):
+def test_every_command_does_what_the_page_says(tmp_path: Path, home: Path, environment: dict[str, str]):
     def carried_out(command: list[str]) -> str:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
@@ -66,7 +67,7 @@ def test_every_command_does_what_the_page_says(tmp_path: Path, environment: dict
         if title:
             (tmp_path / "first" / title).write_text(text)
         elif language == "python":
-            carried_out([sys.executable, "-c", text])
+            carried_out([str(home / "python"), "-c", text])
         for command, lines in commands(text) if language == "console" else ():
             output = carried_out(["sh", "-c", command])
             assert [line for line in lines if not said(line, output)] == [], output

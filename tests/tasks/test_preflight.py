@@ -49,7 +49,8 @@ def made(tmp_path, more=""):
     prepared = commit(root, manifest(Stage.PREPARE, 0, parts, config_digest=digest, facts=FACTS))
     for iteration in range(3):
         inputs = {"prepare": prepared.digest}
-        trained = commit(root, manifest(Stage.TRAIN, iteration, config_digest=digest, inputs=inputs))
+        state = (PartWriter(root, RUN, iteration, Stage.TRAIN).write_bytes("state", b"weights"),)
+        trained = commit(root, manifest(Stage.TRAIN, iteration, state, config_digest=digest, inputs=inputs))
         commit(root, manifest(Stage.WEIGHT_SYNC, iteration, config_digest=digest, inputs={"train": trained.digest}))
     return tmp_path
 

@@ -117,6 +117,7 @@ def test_failures_of_a_function_are_no_rewards(tmp_path):
             assert not any(row["sampled"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "told"), [("textual", "is no finite number"), ("silent", "asked the policy")])
 def test_what_is_no_reward_is_no_number(tmp_path, function, told):
     with pytest.raises(StageFailed, match=told):
