@@ -170,8 +170,8 @@ def require_run(root: Root, run: str) -> None:
 
 def stored_states(root: Root, run: str, stage: str, recorded: Names) -> list[int]:
     """Iterations whose train states, which `stage` makes, are kept and were stored, sorted."""
-    states = {at: key for (at, name), key in recorded.newest.items() if name == stage and key not in recorded.retired}
-    loaded = each(lambda at: load(root, states[at]), sorted(states), _READERS)
+    newest = recorded.newest
+    loaded = each(lambda at: load(root, newest[at, stage]), recorded.kept(stage), _READERS)
     return [one.iteration for one in loaded if one.parts]
 
 

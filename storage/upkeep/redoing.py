@@ -119,20 +119,26 @@ def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names)
     if (iteration, stage) not in recorded.newest:
         fact = f"{stage} of iteration {iteration} of run {run!r} is not finished, so it cannot be done again"
         raise InputError(f"{fact}: `ratchet show {run}` lists what is")
-    from_state = workflow.holds_state in (stage, *workflow.behind[stage])
-    if wanted.cascade or stage != workflow.scores:  # scores alone need no weights
-        _check_kept(workflow, run, iteration - from_state, recorded)
+    if (first := _begins_with(workflow, wanted)) is not None:
+        _check_kept(workflow, run, first, recorded)
     if stage == workflow.samples or (wanted.cascade and workflow.leads_on(stage)):
         first = iteration - (stage == workflow.samples) - wanted.ahead
         for older in range(max(0, first), iteration):
             _check_kept(workflow, run, older, recorded)
 
 
+def _begins_with(workflow: Workflow, wanted: Wanted) -> int | None:
+    """Iteration of the train state that the work begins with; None if there is none: scores alone need no weights."""
+    if not wanted.cascade and wanted.stage == workflow.scores:
+        return None
+    return wanted.iteration - (workflow.holds_state in (wanted.stage, *workflow.behind[wanted.stage]))
+
+
 def _check_stored(root: Root, workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
     """Refuse other settings from a state that is not stored: under them it could not be made again."""
-    needed = wanted.iteration - (workflow.holds_state in (wanted.stage, *workflow.behind[wanted.stage]))
-    stored = stored_states(root, run, workflow.holds_state, recorded)
-    if needed not in stored and (wanted.cascade or wanted.stage != workflow.scores):
+    if (needed := _begins_with(workflow, wanted)) is None:
+        return
+    if needed not in (stored := stored_states(root, run, workflow.holds_state, recorded)):
         raise InputError(
             f"the train state of iteration {needed} of run {run!r} is not stored (storage.save_every), and other "
             f"settings could not make it again; those of {stored} are. Do a stage again that follows one of them"

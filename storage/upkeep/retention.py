@@ -253,8 +253,10 @@ def _pushed_out(root: Root, run: str, recorded: Names, workflow: Workflow, reten
     synced = [(layout.revision_of(key), at) for key, at in recorded.of_stage(ends).items()]
     # a state counts as the newest once its weights are served: until then the one before may be needed again
     served = [max((at for mine, at in synced if one.of(at, ends) == mine), default=0) for one in seen]
-    behind = (retention.newest or 1) - 1
-    bases = [_stored(root, run, newest - behind, stage, one) for one, newest in zip(seen, served, strict=True)]
+    bases: list[int | None] = [0 for _ in seen]
+    if (count := retention.newest) is not None:
+        pairs = zip(seen, served, strict=True)
+        bases = [_stored(root, run, newest - count + 1, stage, one) for one, newest in pairs]
 
     def kept(key: str, iteration: int) -> bool:
         mine = layout.revision_of(key)

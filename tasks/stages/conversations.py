@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from storage.backends.root import Root
 from storage.parts import PartWriter
+from storage.turns import finish_reasons
 from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment, piece_key
 from tasks.config.run import RunConfig
 from tasks.data.tokenizer import TextCodec
@@ -19,6 +20,8 @@ from tasks.environments.hosting import Host
 from tasks.environments.playing import find_environment
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import EngineSampler
+from tasks.environments.scores import Kept
+from tasks.environments.trajectory import columns_of
 from tasks.stages.context import RunContext
 from tasks.stages.prepared import model_directory, records_of, text_codec
 from tasks.stages.views import Prepared
@@ -89,16 +92,19 @@ def played_once(
     prepared: Prepared,
     tasks: Sequence[Task],
     sampling: Sampling,
-) -> list[Played]:
-    """The conversations of one piece of a stage, in the order of `tasks`. What is under way is kept under `name`, so
-    that another process goes on. Raises as `play`."""
+) -> tuple[pa.Array, pa.Array, list[Kept]]:
+    """The conversations of one piece of an evaluation, in the order of `tasks`: for each the tokens after its prompt,
+    its finish reason, and what is beside it. What is under way is kept under `name`, so that another process goes on.
+    Raises as `play`."""
     found: list[Played] = []
     pieces, codec = [(piece_key(writer, name), tasks)], text_codec(context, prepared)
     play(
         context.root, engines, version, context.config, codec, sampling, model_directory(context, prepared), pieces,
         lambda _, played: found.extend(played), context.go_on,
     )  # fmt: skip
-    return found
+    columns = columns_of([one.trajectory for one in found])
+    ends = finish_reasons(pa.chunked_array([columns["turns"]]))
+    return columns["response_tokens"], ends, [one.kept for one in found]
 
 
 def play(

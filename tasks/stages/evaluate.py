@@ -1,18 +1,16 @@
 """Stage `evaluate`: greedy answers to held-out prompts with the weights just served, or conversations. It changes
 nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
 from storage.digest import value_digest
 from storage.exchanges import RunExchanges
 from storage.schema import EVALUATION, fingerprint
-from storage.turns import finish_reasons
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.engine.protocol import Sampling, token_rows
 from tasks.environments.scores import Kept, play_metrics
-from tasks.environments.trajectory import columns_of
 from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses
@@ -38,7 +36,11 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     if not table.num_rows:
         return StageOutput()
     sources = environment_source(work.config)
-    answers, played = (_played if sources else _answered)(work, prepared, served, table)
+    played: list[Kept] = []
+    if sources:
+        answers, played = _played(work, prepared, served, table, sources)
+    else:
+        answers = _answered(work, prepared, served, table)
     responses = responses_of(answers, text_codec(work.context, prepared), records_of(table), work.iteration)
     if sources:
         scored = Scores([one.score.score for one in played], sources)
@@ -70,25 +72,25 @@ def _passing(table: pa.Table, condition: str) -> dict[str, float]:
     return {"pass_rate": float(passing(table, condition).sum()) / scored}
 
 
-def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> tuple[pa.Table, list[Kept]]:
-    """The greedy answers of the engines, as `responses_of` takes them, which have no scores yet."""
+def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
+    """The greedy answers of the engines, as `responses_of` takes them."""
     engines = ensure_served(work.context, prepared, served)
     batch = Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows)
     answers = spread(engines, batch, _greedy(work, prepared), version=served.weight_version)
-    columns = (answers[name].combine_chunks() for name in ("response_tokens", "finish_reason"))
-    return _table(table, *columns), []
+    return _table(table, *(answers[name].combine_chunks() for name in ("response_tokens", "finish_reason")))
 
 
-def _played(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> tuple[pa.Table, list[Kept]]:
-    """The same of conversations, with their scores."""
+def _played(
+    work: Work, prepared: Prepared, served: Served, table: pa.Table, sources: Mapping[str, str]
+) -> tuple[pa.Table, list[Kept]]:
+    """The same of conversations with the environment of these `sources`, and their scores."""
     engines, count = ensure_served(work.context, prepared, served), table.num_rows
     worlds = [sample_seed(0, row, HELD_OUT_WORLD) for row in range(count)]  # the same in every run
-    name = value_digest([served.digest, work.config.engine.precision, *environment_source(work.config).values()])[:16]
+    name = value_digest([served.digest, work.config.engine.precision, *sources.values()])[:16]
     tasks, greedy = tasks_of(table, [0] * count, [0] * count, worlds), _greedy(work, prepared)
-    played = played_once(work.context, work.writer, name, engines, served.weight_version, prepared, tasks, greedy)
-    columns = columns_of([one.trajectory for one in played])
-    ends = finish_reasons(pa.chunked_array([columns["turns"]]))
-    return _table(table, columns["response_tokens"], ends), [one.kept for one in played]
+    version = served.weight_version
+    responses, ends, kept = played_once(work.context, work.writer, name, engines, version, prepared, tasks, greedy)
+    return _table(table, responses, ends), kept
 
 
 def _greedy(work: Work, prepared: Prepared) -> Sampling:

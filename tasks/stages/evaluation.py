@@ -22,7 +22,6 @@ from storage.parallel import each
 from storage.parts import PartWriter, read_parts
 from storage.reader import flat
 from storage.schema import EVALUATION_SAMPLES, fingerprint
-from storage.turns import finish_reasons
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
 from tasks.config.evaluation import EXACT, PASS, PREFIX, SCORED_BY, SETTINGS, SOURCE, EvaluationSettings
@@ -31,7 +30,6 @@ from tasks.config.run import RunConfig
 from tasks.data.files import name_of
 from tasks.data.sources import check_asked_prompts
 from tasks.engine.protocol import Sampling, token_rows
-from tasks.environments.trajectory import columns_of
 from tasks.rewards.passing import check_passing, condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses, sources_of
@@ -226,14 +224,12 @@ class _Asked:
         for number, wanted in enumerate(self._wanted(rows, start)):
             worlds = [sample_seed(self.settings.seed, place, HELD_OUT_WORLD) for place in wanted.places]
             tasks = tasks_of(wanted.rows, wanted.numbers.tolist(), wanted.seeds, worlds)
-            played = played_once(
+            responses, ends, kept = played_once(
                 self.context, self.writer, f"{name}-{number}", self.engines, self.served.weight_version, self.prepared,
                 tasks, wanted.how,
             )  # fmt: skip
-            columns = columns_of([one.trajectory for one in played])
-            ends = finish_reasons(pa.chunked_array([columns["turns"]]))
-            tables.append(self._table(wanted, columns["response_tokens"], ends))
-            scores += [one.kept.score.score for one in played]
+            tables.append(self._table(wanted, responses, ends))
+            scores += [one.score.score for one in kept]
         return self._with_scores(pa.concat_tables(tables), scores)
 
     def _table(self, wanted: _Wanted, responses: pa.Array, ends: pa.Array) -> pa.Table:

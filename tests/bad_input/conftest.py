@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,3 +53,20 @@ def command():
     yield carry_out
     process.stdin.close()
     process.wait()
+
+
+def check_refused(
+    command: Command, folder: Path, files: Mapping[str, str], settings: Sequence[str], words: Sequence[str]
+) -> None:
+    """Check that a run of `run.toml` with these settings is refused in these words before anything heavy is imported,
+    without a secret, and that it leaves nothing."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    given = [word for setting in settings for word in ("--set", setting)]
+    outcome = command(["run", "run.toml", "--run", "a", *given], folder)
+    assert outcome.code == 2, outcome.said
+    assert all(word in outcome.said for word in words), outcome.said
+    assert "4711" not in outcome.said
+    assert "Traceback" not in outcome.said
+    assert outcome.imported == []
+    assert {path.name for path in folder.iterdir()} == files.keys()

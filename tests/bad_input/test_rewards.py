@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.bad_input.conftest import check_refused
 from tests.bad_input.test_command import CONFIG
 
 GOOD = "def score(record, response):\n    return 1.0\n"
@@ -105,17 +106,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "words"), CASES.values(), ids=CASES)
 def test_a_bad_reward_is_refused_before_anything_heavy(command, tmp_path, settings, words):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    given = [word for setting in settings for word in ("--set", setting)]
-    outcome = command(["run", "run.toml", "--run", "a", *given], tmp_path)
-    assert outcome.code == 2, outcome.said
-    assert all(word in outcome.said for word in words), outcome.said
-    assert "4711" not in outcome.said
-    assert "Traceback" not in outcome.said
-    assert outcome.imported == []
-    assert {path.name for path in tmp_path.iterdir()} == {"run.toml", *FILES}
+    check_refused(command, tmp_path, {"run.toml": CONFIG, **FILES}, settings, words)
 
 
 def test_two_different_files_of_one_name_are_refused(command, tmp_path):

@@ -42,10 +42,7 @@ def beside(fault):
 
 @pytest.fixture(scope="module")
 def undisturbed(launcher, tmp_path_factory):
-    run = SmallRun(launcher, tmp_path_factory.mktemp("ahead") / "run")
-    attempt = run.attempt(settings=AHEAD)
-    assert attempt.code == 0, attempt.messages
-    return run.look()
+    return SmallRun(launcher, tmp_path_factory.mktemp("ahead") / "run").finished(settings=AHEAD)
 
 
 @pytest.mark.parametrize(

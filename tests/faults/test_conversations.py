@@ -29,10 +29,7 @@ def within(victim: str) -> Fault:
 
 @pytest.fixture(scope="module")
 def undisturbed(launcher, tmp_path_factory):
-    run = SmallRun(launcher, tmp_path_factory.mktemp("conversations") / "run")
-    attempt = run.attempt(settings=SETTINGS)
-    assert attempt.code == 0, attempt.messages
-    return run.look()
+    return SmallRun(launcher, tmp_path_factory.mktemp("conversations") / "run").finished(settings=SETTINGS)
 
 
 def check_equal(run: SmallRun, undisturbed) -> list[str]:

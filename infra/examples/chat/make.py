@@ -141,14 +141,19 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> N
     tokenizer.save_pretrained(folder)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=HERE, help="where the files go")
+def asked(description: str | None, here: Path) -> tuple[Path, int]:
+    """The folder for the files, by default `here`, which is made, and the seed, from the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=here, help="where the files go")
     parser.add_argument("--seed", type=int, default=0, help="seed of the model and the problems")
-    arguments = parser.parse_args()
-    folder: Path = arguments.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(arguments.seed)
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    return given.folder, given.seed
+
+
+def main() -> None:
+    folder, seed = asked(__doc__, HERE)
+    rng = random.Random(seed)
     all_problems = problems(rng)
     test, train = all_problems[:256], all_problems[256:]
     write_lines(folder / "train.jsonl", records(train, "train"))
@@ -157,7 +162,7 @@ def main() -> None:
     texts = [SYSTEM, *(f"{one.text}\n{one.solution(careful=True)}" for one in train[:4000])]
     if folder.resolve() != HERE:
         shutil.copy(HERE / "chat.toml", folder)
-    make_model(folder / "model", make_tokenizer(texts, vocabulary=512), arguments.seed)
+    make_model(folder / "model", make_tokenizer(texts, vocabulary=512), seed)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 Run it in the checkout. Nothing is downloaded. The same seed gives the same files.
 """
 
-import argparse
 import itertools
 import json
 import random
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.examples.chat.make import NAMES, THINGS, make_model, make_tokenizer, write_lines
+from infra.examples.chat.make import NAMES, THINGS, asked, make_model, make_tokenizer, write_lines
 from tasks.environments.calculator import Calculator, calculated
 
 TEMPLATE = (
@@ -87,13 +86,8 @@ def demonstrations(split: Sequence[Problem], rng: random.Random) -> Iterator[dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=HERE, help="where the files go")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the model and the problems")
-    arguments = parser.parse_args()
-    folder: Path = arguments.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    rng = random.Random(arguments.seed)
+    folder, seed = asked(__doc__, HERE)
+    rng = random.Random(seed)
     all_problems = problems(rng)
     test, train = all_problems[:HELD_OUT], all_problems[HELD_OUT:]
     write_lines(folder / "train.jsonl", records(train, "train"))
@@ -104,7 +98,7 @@ def main() -> None:
     tokenizer.chat_template = TEMPLATE
     if folder.resolve() != HERE:
         shutil.copy(HERE / "tools.toml", folder)
-    make_model(folder / "model", tokenizer, arguments.seed)
+    make_model(folder / "model", tokenizer, seed)
 
 
 if __name__ == "__main__":
