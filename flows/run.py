@@ -72,7 +72,9 @@ def perform(
         progress.note(notice)
     with (
         heard(functools.partial(contextvars.copy_context().run, get_run_logger().info), progress.counted),
-        LivePage(name, store.url, last_iteration(store, name, config), progress.note) as page,
+        LivePage(
+            name, store.url, last_iteration(store, name, config), progress.note, viewer=config.report.viewer
+        ) as page,
         Reports(store, name, config, progress.warn, (progress.sampled, examples_publisher())) as reports,
     ):
         progress.follow(page)

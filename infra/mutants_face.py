@@ -16,6 +16,14 @@ FACE = (
         _FACE,
     ),
     Mutant(
+        "token-in-prefect",
+        "a viewer's address is stored in the run and in Prefect with its token",
+        "tasks/config/report.py",
+        "    if _ADDRESS.fullmatch(address) is None:\n",
+        "    if _ADDRESS.match(address) is None:\n",
+        ("tests/bad_input/test_commands.py",),
+    ),
+    Mutant(
         "face-in-the-event-loop",
         "a call from a notebook runs within the notebook's event loop, where Prefect's functions return coroutines",
         "ratchet.py",

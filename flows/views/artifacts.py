@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
+from urllib.parse import quote
 from uuid import UUID
 
 from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
@@ -110,6 +111,19 @@ def iteration_table(history: Sequence[IterationRecord], root: str, run: str) -> 
         }
         for record in history
     ]
+
+
+def viewer_text(viewer: str, run: str, root: str, history: Sequence[IterationRecord]) -> str:
+    """Markdown with links to the pages of a run and its iterations, the newest first, and the paths of manifests."""
+    place = f"{viewer}/run/{quote(run)}"
+    rows = [
+        f"| [iteration {one.iteration}]({place}/{one.iteration}) | "
+        f"`{shown_text(f'{root}/{layout.iteration_folder(run, one.iteration)}')}` |"
+        for one in reversed(history)
+    ]
+    once = "The links work after this browser has opened the whole address that `ratchet view` prints, with its token."
+    head = ["| page | manifests |", "|---|---|"]
+    return "\n".join([f"## [Run {run} in the viewer]({place})", "", once, "", *head, *rows])
 
 
 def away_text(run: str, root: str, since: datetime, until: datetime, window: Sequence[IterationRecord]) -> str:

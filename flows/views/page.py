@@ -19,7 +19,7 @@ from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Running
 
-from flows.views.artifacts import WINDOW, Shown, artifact_key, away_text, iteration_table
+from flows.views.artifacts import WINDOW, Shown, artifact_key, away_text, iteration_table, viewer_text
 from flows.views.history import IterationRecord
 from flows.views.progress import portion_text
 from tasks.stages.context import Portion
@@ -38,15 +38,19 @@ Say = Callable[[str], object]
 class LivePage:
     """Make it within the run's flow; as a context manager it shows the last state at the end, if the server answers."""
 
-    def __init__(self, run: str, root: str, iterations: int, say: Say, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, run: str, root: str, iterations: int, say: Say, every_s: float = EVERY_S, viewer: str | None = None
+    ) -> None:
         self._run, self._root, self._last, self._say, self._every_s = run, root, iterations, say, every_s
+        self._viewer = viewer
         context = FlowRunContext.get()
         self._flow_run = context.flow_run.id if context is not None and context.flow_run is not None else None
         self._progress = Shown(artifact_key(run, "progress"), "progress")
         self._table = Shown(artifact_key(run, "iterations"), "table")
+        self._links = Shown(artifact_key(run, "viewer"), "markdown")
         self._window: deque[IterationRecord] = deque(maxlen=WINDOW)
         self._doing, self._percent, self._told = "starting", 0.0, ("", 0.0)
-        self._rows = self._rows_told = 0
+        self._rows, self._rows_told, self._links_told = 0, 0, -1
         self._away: datetime | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -120,6 +124,10 @@ class LivePage:
             text = f"Iterations of run {self._run}, the last {WINDOW} at most"
             self._table.show(client, self._flow_run, iteration_table(window, self._root, self._run), text)
             self._rows_told = rows
+        if self._viewer is not None and rows != self._links_told:
+            text = viewer_text(self._viewer, self._run, self._root, window)
+            self._links.show(client, self._flow_run, text, f"Run {self._run} in the viewer")
+            self._links_told = rows
 
     def _back(self, client: SyncPrefectClient, since: datetime) -> None:
         """Tell the person who looks at the page, by the flow run's state and by an artifact."""

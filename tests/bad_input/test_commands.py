@@ -20,6 +20,10 @@ VALUES = {
     "endless deadline": ("workers.call_deadline_s=1e300", ["workers.call_deadline_s", "too long to wait for"]),
     "nothing near": ("rollout.zzz=1", ["rollout.zzz: unknown key; remove it, or use one of prompts, most_prompts,"]),
     "a tracker with credentials": ("report.mlflow=https://u:p@h", ["report.mlflow: it is a URL with credentials"]),
+    "a viewer with its token": (
+        "report.viewer=http://127.0.0.1:8400/?token=abc",
+        ["report.viewer: it is not the address of a viewer without its token", "http://127.0.0.1:8400"],
+    ),
     "a tracker by a variable that is not set": (
         'report.mlflow="env:RATCHET_TEST_NOT_SET"',
         ["report.mlflow is env:RATCHET_TEST_NOT_SET", "export it"],

@@ -108,6 +108,7 @@ NOT_HERE = {
     "model.accept": "as model.source",
     "report.wandb": "who is told; see tests/flows/views/test_reports.py",
     "report.mlflow": "as report.wandb",
+    "report.viewer": "as report.wandb; see tests/flows/views/test_page.py",
     "report.trackers": "as report.wandb; see tests/flows/views/test_trackers.py",
     "data.accept": "what it accepts is refused before `prepare`, and recorded then",
     "data.download": "this run's prompts are generated; it only matters before `prepare`",

@@ -57,7 +57,7 @@ def test_one_artifact_shows_the_progress_and_one_the_last_iterations(prefect_api
     @flow(name="test", persist_result=False)
     def body() -> Any:
         me = this_flow_run()
-        with LivePage("a", root.url, 4, print, every_s=0.1) as page:
+        with LivePage("a", root.url, 4, print, every_s=0.1, viewer="http://127.0.0.1:8400") as page:
             page.begins(3, Stage.ROLLOUT)
             until(lambda: "ratchet-a-progress" in artifacts(me))
             page.advanced(HALF)
@@ -74,6 +74,10 @@ def test_one_artifact_shows_the_progress_and_one_the_last_iterations(prefect_api
     rows = json.loads(str(found["ratchet-a-iterations"].data))
     assert [row["iteration"] for row in rows] == [0, 1, 2, 3]
     assert rows[-1]["manifests"] == f"{root.url}/a/manifests/000003"
+    links = str(found["ratchet-a-viewer"].data)
+    assert "[Run a in the viewer](http://127.0.0.1:8400/run/a)" in links
+    newest = f"| [iteration 3](http://127.0.0.1:8400/run/a/3) | `{root.url}/a/manifests/000003` |"
+    assert links.splitlines()[-4] == newest
 
 
 def test_the_table_has_a_window(make_run: MakeRun, root: Root):
