@@ -123,6 +123,7 @@ def make_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizer
 def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
     """A Llama of one million parameters with random weights, as transformers saves it."""
     torch.manual_seed(seed)
+    ids = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -132,9 +133,9 @@ def make_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> N
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=128,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=ids[BEGIN],
+        eos_token_id=ids[END],
+        pad_token_id=ids[PAD],
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -161,7 +162,8 @@ def main() -> None:
     write_lines(folder / "solved.jsonl", demonstrations(train, rng))
     texts = [SYSTEM, *(f"{one.text}\n{one.solution(careful=True)}" for one in train[:4000])]
     if folder.resolve() != HERE:
-        shutil.copy(HERE / "chat.toml", folder)
+        for name in ("chat.toml", "lora.toml"):
+            shutil.copy(HERE / name, folder)
     make_model(folder / "model", make_tokenizer(texts, vocabulary=512), seed)
 
 
