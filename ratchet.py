@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tasks.config.run import RunConfig
     from tasks.engine.base import BaseEngine, Response
     from tasks.engine.protocol import EngineProtocol, EngineSpec, Sampling
-    from tasks.environments.protocol import Environment
+    from tasks.environments.protocol import Environment, ToolError
+    from tasks.environments.tools import Tools
     from tasks.export.export import Exported
     from tasks.rewards.sample import Sample
     from tasks.rewards.sandbox import ProgramLimits, Ran, SandboxFailed, run_python
@@ -45,8 +46,8 @@ __all__ = [
     "Advantage", "Backend", "BaseEngine", "EngineProtocol", "EngineSpec", "Environment", "EvaluationRecord",
     "Exported", "InputError", "IterationRecord", "Loss", "ProgramLimits", "Ran", "RatchetError", "Response", "Root",
     "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "Sampling", "SandboxFailed", "ScoredSamples",
-    "Stored", "Tokens", "TrackedRun", "Tracker", "Verification", "evaluate", "export", "load_config", "open_root",
-    "retrain", "run_python", "samples",
+    "Stored", "Tokens", "ToolError", "Tools", "TrackedRun", "Tracker", "Verification", "evaluate", "export",
+    "load_config", "open_root", "retrain", "run_python", "samples",
 ]  # fmt: skip
 
 Place = str | os.PathLike[str]
@@ -70,7 +71,8 @@ _HOMES = {
     "tasks.config.run": "RunConfig",
     "tasks.engine.base": "BaseEngine Response",
     "tasks.engine.protocol": "EngineProtocol EngineSpec Sampling",
-    "tasks.environments.protocol": "Environment",
+    "tasks.environments.protocol": "Environment ToolError",
+    "tasks.environments.tools": "Tools",
     "tasks.export.export": "Exported",
     "tasks.rewards.sample": "Sample",
     "tasks.rewards.sandbox": "ProgramLimits Ran SandboxFailed run_python",

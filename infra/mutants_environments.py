@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _PLAYED = ("tests/tasks/stages/test_conversations.py",)
+_TOOLS = ("tests/tasks/environments/test_tools.py",)
 _STATE = "tasks/environments/conversation.py"
 
 ENVIRONMENTS = (
@@ -45,6 +46,22 @@ ENVIRONMENTS = (
         "sample_seed(seed, place, WORLD, again) for place in groups.positions for _ in range(samples)",
         "sample_seed(seed, place, WORLD - one, again) for place in groups.positions for one in range(samples)",
         _PLAYED,
+    ),
+    Mutant(
+        "tool-errors-are-told",
+        "an error that a tool has not declared is told to the policy instead of being a failure of the environment",
+        "tasks/environments/tools.py",
+        "        except ToolError as error:\n            said",
+        "        except Exception as error:\n            said",
+        _TOOLS,
+    ),
+    Mutant(
+        "wrong-arguments-are-a-failure",
+        "arguments that a tool does not take are a failure of the environment instead of one of the policy",
+        "tasks/environments/tools.py",
+        "            raise ToolError(f\"{'.'.join",
+        "            raise TypeError(f\"{'.'.join",
+        _TOOLS,
     ),
     Mutant(
         "hanging-environment-stays",

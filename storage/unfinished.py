@@ -100,6 +100,7 @@ class TurnEvent(BaseModel, frozen=True, extra="forbid"):
     tools: tuple[dict[str, JsonValue], ...] = ()  # definitions that the policy was given
     answer: IncrementRecord | None = None  # answer of the policy, which the environment is called with
     finish_reason: str = ""  # end of that answer
+    calls: str = ""  # calls of tools in that answer, as JSON; empty where nobody reads them
     reward: float | None = None
     done: bool = False
     seconds: float = 0.0  # time that the environment took, or the engines for the answer

@@ -14,6 +14,7 @@ from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.document import load_config
 from tasks.config.reward import RewardSection
 from tasks.environments.calculator import Calculator
+from tasks.environments.calls import by_tags, recorded
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses
 
@@ -62,5 +63,6 @@ def test_what_the_tools_example_makes_passes_the_checks_and_its_calls_have_the_r
     for _, call, told, answer in after_calls[:200]:
         calculator = Calculator()
         asyncio.run(calculator.reset({"prompt": "", "answer": told["content"]}, 0))
-        assert asyncio.run(calculator.step(call["content"]))[0] == [told]
-        assert asyncio.run(calculator.step(answer["content"])) == (None, 1.0, True)
+        calls = recorded(by_tags(call["content"], calculator.tools))
+        assert asyncio.run(calculator.step(call["content"], calls))[0] == [{**told, "name": "calculator"}]
+        assert asyncio.run(calculator.step(answer["content"], [])) == (None, 1.0, True)

@@ -13,9 +13,10 @@ class EnvironmentSection(Section):
     """Conversations: the policy answers, an environment answers the policy, and in the end there is a reward."""
 
     function: Annotated[str, FUNCTION]
-    """Class of the environment, or async function `drive(base_url, api_key, record, seed)` that drives conversations
-    through a client of the run's endpoint: `file.py:NAME` with a file beside the configuration or in the working
-    directory, `package.module:NAME`, or an entry point of the group `ratchet.environments`."""
+    """Class of the environment, list of functions that are tools, or async function `drive(base_url, api_key, record,
+    seed)` that drives conversations through a client of the run's endpoint: `file.py:NAME` with a file beside the
+    configuration or in the working directory, `package.module:NAME`, or an entry point of the group
+    `ratchet.environments`."""
     arguments: Arguments = Field(default={})
     """Keyword arguments of the class. A secret is given as "env:NAME", a reference to the environment."""
     model: str = "policy"
@@ -24,8 +25,8 @@ class EnvironmentSection(Section):
     """Treatment of sampling parameters of clients that the trainer cannot follow, as a temperature of their own: they
     have no effect and are recorded, or such a request is refused."""
     tool_parser: str = "tags"
-    """Reader of the calls of tools in answers to clients: `tags` reads JSON within `<tool_call>`, and reasoning before
-    `</think>`; any other name is a tool parser of vLLM, in a process of its own."""
+    """Reader of the calls of tools in answers, for clients and for a `step` with calls: `tags` reads JSON within
+    `<tool_call>`, and reasoning before `</think>`; any other name is a tool parser of vLLM, in a process of its own."""
     reasoning_parser: str = ""
     """Reasoning parser of vLLM, beside a tool parser of vLLM; by default none."""
     turns: int = Field(default=8, ge=1)

@@ -8,20 +8,19 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from storage.unfinished import TurnEvent
 from tasks.config.playing import EnvironmentSection
 from tasks.data.tokenizer import TextCodec
-from tasks.endpoint.answers import TAGS, ForeignReader, by_tags
 from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.endpoint.sessions import Session
 from tasks.engine.protocol import Sampling, TokenIds
+from tasks.environments.calls import Reader
 from tasks.environments.conversation import Limits, Note, Played, Task, answer_of, called_with, failures_of, since
 from tasks.environments.hosting import EnvironmentFailed, Host
 from tasks.environments.sampler import Sampler
@@ -136,17 +135,13 @@ def driving(
     sampling: Sampling,
     codec: TextCodec,
     limits: Limits,
-    model_dir: Path,
+    reader: Reader,
 ) -> Iterator[Driver]:
-    """The endpoint of a rollout, and what plays through it. Raises InputError: vLLM has no such parser."""
-    with ExitStack() as stack:
-        reader = by_tags
-        if section.tool_parser != TAGS:
-            made = ForeignReader(str(model_dir), section.tool_parser, section.reasoning_parser)
-            reader = stack.enter_context(made)
-        rules = Rules(section.model, sampling, limits.context, section.sampling)
-        endpoint = Endpoint(sampler, HistoryRenderer(codec), rules, reader)
-        yield Driver(host, sampler, endpoint, stack.enter_context(serving(endpoint)), limits)
+    """The endpoint of a rollout, and what plays through it."""
+    rules = Rules(section.model, sampling, limits.context, section.sampling)
+    endpoint = Endpoint(sampler, HistoryRenderer(codec), rules, reader)
+    with serving(endpoint) as url:
+        yield Driver(host, sampler, endpoint, url, limits)
 
 
 def _row(session: Session) -> Trajectory:

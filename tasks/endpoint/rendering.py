@@ -32,6 +32,5 @@ class HistoryRenderer:
         return self._codec.encode(text.removeprefix(stop)) if text.startswith(stop) else None
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of an answer, without its stop token."""
-        kept = [token for token in tokens if token not in self._codec.stop_tokens]
-        return self._codec.backend.decode([kept])[0]
+        """`Renderer.text`."""
+        return self._chat.text(tokens)

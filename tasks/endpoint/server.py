@@ -19,12 +19,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from storage.errors import InputError, RatchetError, StageFailed
-from tasks.endpoint.answers import Parts, Reader, by_tags
 from tasks.endpoint.forms import Answered, Form
 from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
 from tasks.endpoint.sessions import Asked, History, Session
 from tasks.engine.protocol import Sampling
+from tasks.environments.calls import Parts, Reader, by_tags
 from tasks.environments.sampler import Sampler
 
 _STARTS_S = 60.0

@@ -18,9 +18,9 @@ from pydantic import JsonValue
 
 from storage.errors import RatchetError
 from tasks.data.chat import ASSISTANT
-from tasks.endpoint.answers import Parts
 from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.requests import Call, Message, Refused
+from tasks.environments.calls import Parts, recorded
 from tasks.environments.sampler import Sampler
 from tasks.environments.trajectory import Answer, Trajectory
 
@@ -161,8 +161,7 @@ class Session:
         row, calls = asked.branch.row, tuple(self._call(asked, *one) for one in enumerate(parts.calls))
         if len(asked.new):
             row.observe(asked.new, _role(asked.history), **_results(asked.history))
-        told = [{"name": name, "arguments": given} for name, given in parts.calls]
-        row.answer(answer, **({"calls": json.dumps(told)} if told else {}))
+        row.answer(answer, **({"calls": json.dumps(recorded(parts))} if parts.calls else {}))
         message = Message(ASSISTANT, parts.content, calls, reasoning=parts.reasoning)
         texts = (*(asked.before or asked.history.rendered()), {"role": ASSISTANT, "content": text})
         asked.branch.ends.append(_End(asked.history.then(message), texts, len(row.turns)))

@@ -1,60 +1,49 @@
 """A calculator as a tool, over problems whose answer is a number."""
 
 import ast
-import json
 import operator
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+from tasks.environments.tools import Tools
+
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _LONGEST = 200  # characters of an expression; so no number in it is huge
 _OPERATORS = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.USub: operator.neg,
 }  # fmt: skip
-_EXPRESSION = {"type": "string", "description": "numbers with + - * / and parentheses"}
-_TOOL = {
-    "name": "calculator",
-    "description": "Calculates the value of an expression.",
-    "parameters": {"type": "object", "properties": {"expression": _EXPRESSION}, "required": ["expression"]},
-}
 
 
-class Calculator:
+class Calculator(Tools):
     """Show the record's `prompt`. An answer with a call is given its result; one without is the last, and is right if
     its last number is the record's `answer`. A wrong call is told what is wrong with it."""
 
     def __init__(self, call: str = "") -> None:
         """With `call`, a call is this text and an expression, for models without tools, as "=" for `=47+38`."""
+        super().__init__([] if call else [calculator])
         self._call = call
-        self.tools = () if call else ({"type": "function", "function": _TOOL},)
 
-    async def reset(self, record: Mapping[str, Any], seed: int) -> Any:
-        self._answer = str(record["answer"])
-        return record["prompt"]
+    async def step(
+        self, action: str, calls: Sequence[Mapping[str, str]] = ()
+    ) -> tuple[list[dict[str, str]] | None, float | None, bool]:
+        if self._call and self._call in action:
+            expression = action.partition(self._call)[2].strip()
+            return [{"role": "tool", "content": calculated(expression)}], 0.0, False
+        return await super().step(action, calls)
 
-    async def step(self, action: str) -> tuple[list[dict[str, str]] | None, float, bool]:
-        if (called := self._called(action)) is not None:
-            return [{"role": "tool", "content": called}], 0.0, False
-        numbers = _NUMBER.findall(action)
-        return None, float(bool(numbers) and float(numbers[-1]) == float(self._answer)), True
+    async def judge(self, answer: str) -> float:
+        numbers = _NUMBER.findall(answer)
+        return float(bool(numbers) and float(numbers[-1]) == float(str(self.record["answer"])))
 
-    async def replay(self, turns: object) -> None:
-        """Do nothing: a turn leaves nothing behind."""
 
-    def _called(self, action: str) -> str | None:
-        """The result of the call in an answer; None if there is none."""
-        if self._call:
-            _, there, expression = action.partition(self._call)
-            return calculated(expression.strip()) if there else None
-        if (found := _CALL.search(action)) is None:
-            return None
-        try:
-            return calculated(str(json.loads(found[1])["arguments"]["expression"]))
-        except (ValueError, KeyError, TypeError):
-            return 'error: a call is {"name": "calculator", "arguments": {"expression": "1+2"}}'
+def calculator(expression: str) -> str:
+    """Calculates the value of an expression.
+
+    Args:
+        expression: numbers with + - * / and parentheses
+    """
+    return calculated(expression)
 
 
 def calculated(expression: str) -> str:

@@ -24,7 +24,10 @@ def _check(document: str) -> None:
     section = EnvironmentSection.model_validate_json(document)
     with Host(section) as host:
         for name in _OF_CLIENTS:
-            if not host.drives and vars(section)[name] != EnvironmentSection.model_fields[name].default:
+            if (
+                not (host.drives or (host.reads and name.endswith("parser")))
+                and vars(section)[name] != EnvironmentSection.model_fields[name].default
+            ):
                 fact = f"environment.{name} = {vars(section)[name]!r} is for clients of a function `drive`"
                 raise InputError(f"{fact}, but {section.function!r} is a class: leave it out")
     if section.reasoning_parser and section.tool_parser == "tags":

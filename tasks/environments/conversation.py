@@ -3,6 +3,7 @@
 Each event is durable before anything follows from it, so another process goes on where this one was lost.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from tasks.data.backends import Message
 from tasks.data.chat import ASSISTANT
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import Sampling, TokenIds
+from tasks.environments.calls import Reader, recorded
 from tasks.environments.hosting import EnvironmentFailed, Host, Opened
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
@@ -95,8 +97,8 @@ class Conversation:
         """The finished turns, as `protocol.Turn`."""
         found, observation = [], self.events[0].messages
         for called, told in zip(self.events[1::2], self.events[2::2], strict=False):
-            action = self._text(answer_of(called).tokens)
-            found.append({"observation": observation, "action": action, "reward": told.reward})
+            action, calls = self._text(answer_of(called).tokens), json.loads(called.calls or "[]")
+            found.append({"observation": observation, "action": action, "reward": told.reward, "calls": calls})
             observation = told.messages
         return found
 
@@ -130,7 +132,7 @@ class Conversation:
 
     def _answer(self, event: TurnEvent) -> None:
         answer = answer_of(event)
-        self._there.answer(answer)
+        self._there.answer(answer, **({"calls": event.calls} if event.calls else {}))
         self.action, self.open = self._text(answer.tokens), True
         self.messages.append({"role": ASSISTANT, "content": self.action})
         self.events.append(event)
@@ -170,6 +172,7 @@ class Player:
     codec: TextCodec
     renderer: Renderer
     limits: Limits
+    reader: Reader
 
     async def play(self, task: Task, past: Sequence[TurnEvent], note: Note) -> Played:
         """The trajectory of a conversation, with its rewards and failures.
@@ -207,12 +210,21 @@ class Player:
             sampling = self.sampling.model_copy(update={"max_tokens": most})
             clock = time.monotonic()
             answer = await self.sampler.sample(trajectory.tokens, task.seed, sampling)
-            await self._note(conversation, note, called_with(answer, seconds=since(clock)))
-            asked = {"action": conversation.action}
+            took, calls = since(clock), await self._calls(answer, conversation)
+            await self._note(conversation, note, called_with(answer, seconds=took, calls=calls))
+            asked = {"action": conversation.action, **({"calls": json.loads(calls or "[]")} if self.host.reads else {})}
             told = await self._ask(task, conversation, opened, f"turn {trajectory.answers}", **asked)
             if told["done"] and told["reward"] is None:
                 raise EnvironmentFailed("no_number", f"{task}: the environment could not judge the last answer")
             await self._note(conversation, note, _event("told", told))
+
+    async def _calls(self, answer: Answer, conversation: Conversation) -> str:
+        """The calls of tools in an answer, as JSON; empty if there are none, or the environment does not take them."""
+        if not self.host.reads:
+            return ""
+        text, tools = self.renderer.text(answer.tokens.tolist()), conversation.events[0].tools
+        found = recorded(await asyncio.to_thread(self.reader, text, tools))
+        return json.dumps(found) if found else ""
 
     async def _begin(self, task: Task, conversation: Conversation, opened: Opened, note: Note) -> None:
         """Begin, or go on after the turns that there are."""
@@ -262,11 +274,11 @@ def since(clock: float) -> float:
     return round(time.monotonic() - clock, 6)
 
 
-def called_with(answer: Answer, detail: str = "", seconds: float = 0.0) -> TurnEvent:
-    """The event of an answer that is about to be used; the engines took `seconds` for it."""
+def called_with(answer: Answer, **more: Any) -> TurnEvent:
+    """The event of an answer that is about to be used; `more` are further fields, as the `seconds` of the engines."""
     record = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
     end = answer.finish_reason
-    return TurnEvent(row=0, kind="called", answer=record, finish_reason=end, detail=detail, seconds=seconds)
+    return TurnEvent(row=0, kind="called", answer=record, finish_reason=end, **more)
 
 
 def answer_of(event: TurnEvent) -> Answer:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import psutil
 
 from storage.errors import InputError
-from tasks.environments.playing import Driven, begun, called, made_by, stepped
+from tasks.environments.playing import Driven, begun, called, made_by, stepped, takes_calls
 from tasks.environments.protocol import Turn
 from tasks.rewards.words import LONGEST, described, hide, shown, storable
 from tasks.rewards.worker import killed_with_descendants
@@ -44,7 +44,8 @@ def main() -> None:
     try:
         digest = found.load().digest
         made = made_by(found, order["arguments"])  # refused now, not in every conversation
-        hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven)}
+        reads = not isinstance(made, Driven) and takes_calls(made)
+        hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven), "reads": reads}
         control.send(json.dumps(hello).encode())
         while _next(control, order, found, processes):
             pass
@@ -133,7 +134,7 @@ async def _answer(environment: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(environment, Driven):
         return {"reward": await environment.drive(asked["url"], asked["key"], asked["record"], asked["seed"])}
     if "action" in asked:
-        observation, reward, done = await stepped(environment, asked["action"])
+        observation, reward, done = await stepped(environment, asked["action"], asked.get("calls"))
         saved = None if done else await _saved(environment)
         return {"observation": observation, "reward": reward, "done": done, "state": saved}
     record, seed = asked["record"], asked["seed"]

@@ -46,6 +46,8 @@ class Host:
         """Digest of the file of the class, and of those beside it that it imports."""
         self.drives = False
         """True if it is a function that drives conversations."""
+        self.reads = False
+        """True if its steps take the calls of tools in an answer."""
 
     def __enter__(self) -> Self:
         self._start()
@@ -113,7 +115,7 @@ class Host:
                 f"environment.function {found.name!r} cannot be used: {without_secrets(hello['detail'])}. Fix it, set "
                 "environment.arguments, or name another one"
             )
-        self.source, self.drives = hello["source"], hello["drives"]
+        self.source, self.drives, self.reads = hello["source"], hello["drives"], hello["reads"]
 
 
 def host_processes() -> dict[str, int]:

@@ -1,14 +1,17 @@
 """A user's environment: loaded by name, and played with every answer to it checked."""
 
+import functools
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from storage.errors import InputError
+from tasks.environments.calls import by_tags, recorded
 from tasks.environments.protocol import Environment, Observation, Turn
+from tasks.environments.tools import Tools
 from tasks.rewards.words import described, shown
 from trainer_core.user_code import UserFunction, find_function
 
@@ -54,17 +57,23 @@ class Driven:
 
 
 def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | Driven:
-    """The same of a class that was found, or of an async function."""
+    """The same of a class or a list of tools that was found, or of an async function."""
     try:
         loaded = found.load().function
-        made = None if inspect.iscoroutinefunction(loaded) else loaded(**arguments)
+        form: Any = functools.partial(Tools, loaded) if isinstance(loaded, list | tuple) else loaded
+        made = None if inspect.iscoroutinefunction(form) else form(**arguments)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
     if made is None:
-        return _driven(found, loaded, arguments)
+        return _driven(found, form, arguments)
     for method, form in _CALLS.items():
         _check_method(made, method, form)
     return made
+
+
+def takes_calls(environment: Environment) -> bool:
+    """True if its `step` has a parameter `calls`."""
+    return "calls" in inspect.signature(type(environment).step).parameters
 
 
 async def play(
@@ -76,8 +85,9 @@ async def play(
     turns: list[Turn] = []
     while len(turns) < limit:
         action = act(observation)
-        following, reward, _ = await stepped(environment, action)
-        turns.append(Turn(observation, action, reward))
+        calls = recorded(by_tags(action, getattr(environment, "tools", ()))) if takes_calls(environment) else None
+        following, reward, _ = await stepped(environment, action, calls)
+        turns.append(Turn(observation, action, reward, calls or ()))
         if following is None:
             return turns
         observation = following
@@ -89,10 +99,13 @@ async def begun(environment: Environment, record: Mapping[str, Any], seed: int) 
     return _checked(environment, "reset", await called(environment, environment.reset, record, seed))
 
 
-async def stepped(environment: Environment, action: str) -> tuple[Observation | None, float | None, bool]:
-    """The answer to an action, checked; its observation is None if, and only if, the conversation is done. Raises
-    InputError: the environment raises, or gives something else."""
-    following, reward, done = _triple(environment, await called(environment, environment.step, action))
+async def stepped(
+    environment: Environment, action: str, calls: Sequence[Mapping[str, str]] | None = None
+) -> tuple[Observation | None, float | None, bool]:
+    """The answer to an action, with its calls if it takes them, checked; its observation is None if, and only if, the
+    conversation is done. Raises InputError: the environment raises, or gives something else."""
+    given = (action,) if calls is None else (action, calls)
+    following, reward, done = _triple(environment, await called(environment, environment.step, *given))
     if done and following is not None:
         raise InputError(f"{_place(environment, 'step')} speaks after it is done: {shown(following)}; return None")
     return None if done else _checked(environment, "step", following), reward, done
@@ -145,11 +158,13 @@ def _check_method(made: object, method: str, form: str) -> None:
         raise InputError(f"environment {type(made).__name__} has no method {method!r}: expected `{form}`")
     if not inspect.iscoroutinefunction(function):
         raise InputError(f"{_place(made, method)} is not async: expected `{form}`")
+    found = inspect.signature(function)
+    form = form.replace("action", "action, calls") if "calls" in found.parameters else form
     values = form.partition("(")[2].rstrip(")").split(", ")
     try:
-        inspect.signature(function).bind(*values)
+        found.bind(*values)
     except TypeError as error:
-        fact = f"{_place(made, method)} has the parameters {inspect.signature(function)} ({error})"
+        fact = f"{_place(made, method)} has the parameters {found} ({error})"
         raise InputError(f"{fact}: expected `{form}`") from None
 
 

@@ -3,6 +3,8 @@
 Each conversation has an environment of its own: an instance of the class, made with the arguments of the configuration,
 in a separate process. Beside the methods of the protocol it may have:
 
+- a parameter `calls` of `step`: the calls of tools in the answer, read by the parser of the model's family, as tables
+  with `name` and `arguments`, which are JSON.
 - `tools`: definitions of functions, as OpenAI writes them, which the chat template shows to the model.
 - `async replay(turns)`: bring an environment that was just reset to where it is after the `turns`, of class `Turn`.
 - `async save()`, which returns a text after each turn, and `async load(record, seed, text)` in the place of `reset`.
@@ -32,6 +34,10 @@ class Environment(Protocol):
         ...
 
 
+class ToolError(Exception):
+    """Raised by a tool that was called wrongly: the policy is told, and goes on."""
+
+
 @dataclass(frozen=True)
 class Turn:
     """One answer of the model and its consequences."""
@@ -39,3 +45,4 @@ class Turn:
     observation: Observation  # the observation that the model answered
     action: str
     reward: float | None  # None if the answer could not be judged
+    calls: Sequence[Mapping[str, str]] = ()  # as `step` was given them

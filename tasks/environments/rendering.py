@@ -65,6 +65,11 @@ class Renderer:
             kept, rest = kept and rest.startswith(stop), rest.removeprefix(stop)
         return Following(self._codec.encode(rest), kept)
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of an answer, without its stop token."""
+        kept = [token for token in tokens if token not in self._codec.stop_tokens]
+        return self._codec.backend.decode([kept])[0]
+
 
 def _plain(messages: Sequence[Message]) -> str:
     return "".join(str(one["content"]) for one in messages)

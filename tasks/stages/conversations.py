@@ -18,6 +18,7 @@ from tasks.engine.protocol import Sampling, token_rows
 from tasks.environments.conversation import Limits, Played, Player, Task
 from tasks.environments.hosting import Host
 from tasks.environments.playing import find_environment
+from tasks.environments.reading import reading
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import EngineSampler
 from tasks.environments.scores import Kept
@@ -126,18 +127,21 @@ def play(
         go_on: called now and then; raises if the play is to end.
 
     Raises:
-        WorkerLost, SyncMismatch, InputError: as `EngineSampler.sample`; InputError also if the environment is refused.
+        WorkerLost, SyncMismatch, InputError: as `EngineSampler.sample`; InputError also if the environment is refused,
+            or vLLM has no such parser.
     """
     section = config.environment
     assert section is not None
     if not pieces:
         return
     limits = Limits(section.turns, section.tokens, section.seconds, section.retries, config.engine.max_model_len)
-    with Host(section) as host, EngineSampler(engines, version) as sampler, ExitStack() as stack:
+    with ExitStack() as stack:
+        host, reader = stack.enter_context(Host(section)), stack.enter_context(reading(section, model_dir))
+        sampler = stack.enter_context(EngineSampler(engines, version))
         if host.drives:
-            player = stack.enter_context(driving(section, host, sampler, sampling, codec, limits, model_dir))
+            player = stack.enter_context(driving(section, host, sampler, sampling, codec, limits, reader))
         else:
-            player = Player(host, sampler, sampling, codec, Renderer(codec), limits)
+            player = Player(host, sampler, sampling, codec, Renderer(codec), limits, reader)
         asyncio.run(_played(player, root, pieces, section.processes, ready, go_on))
 
 

@@ -35,7 +35,7 @@ HERMES = '<tool_call>{"name": "calculator", "arguments": {"expression": "47+38"}
 def test_a_call_is_answered_and_the_last_number_counts(arguments, call):
     turns = played(arguments, call, "It is 85.")
     assert [turn.reward for turn in turns] == [0.0, 1.0]
-    assert turns[1].observation == [{"role": "tool", "content": "85"}]
+    assert [(one["role"], one["content"]) for one in turns[1].observation] == [("tool", "85")]
     assert [turn.reward for turn in played(arguments, "It is 84.")] == [0.0]
     assert [turn.reward for turn in played(arguments, "none")] == [0.0]
 

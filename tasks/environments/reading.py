@@ -1,42 +1,27 @@
-"""From the text of an answer to its parts, by the form of the model's family: reasoning, text and calls of tools."""
+"""Readers of answers by the family of a model: the tags that are built in, and vLLM's parsers."""
 
 import json
-import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from storage.errors import InputError, WorkerLost
+from tasks.config.playing import EnvironmentSection
 from tasks.engine.start import PARSER
-
-TAGS = "tags"
-"""Name of the form that is built in: `<think>` and, around JSON, `<tool_call>`: Hermes, Qwen 2.5, Qwen 3 and others."""
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_THOUGHT = "</think>"
+from tasks.environments.calls import TAGS, Parts, Reader, by_tags
 
 
-class Parts(NamedTuple):
-    """Parts of an answer."""
-
-    content: str
-    reasoning: str | None = None
-    calls: tuple[tuple[str, str], ...] = ()  # name and arguments, as JSON
-
-
-Reader = Callable[[str, Sequence[Any]], Parts]
-"""Takes the text of an answer and the tools that it may call."""
-
-
-def by_tags(text: str, tools: Sequence[Any]) -> Parts:
-    """The parts of an answer in the form `TAGS`. A call that is no JSON stays text: it is the model's mistake."""
-    thought, closed, rest = text.partition(_THOUGHT)
-    reasoning = thought.strip().removeprefix("<think>").strip() if closed else None
-    rest = rest.lstrip("\n") if closed else text
-    found = [_call(one) for one in _CALL.findall(rest)] if tools else []
-    if not found or None in found:
-        return Parts(rest, reasoning)
-    return Parts(rest[: rest.index("<tool_call>")].rstrip(), reasoning, tuple(one for one in found if one))
+@contextmanager
+def reading(section: EnvironmentSection, model_dir: Path) -> Iterator[Reader]:
+    """The reader that `[environment]` names. Raises InputError: vLLM has no such parser."""
+    if section.tool_parser == TAGS:
+        yield by_tags
+        return
+    with ForeignReader(str(model_dir), section.tool_parser, section.reasoning_parser) as reader:
+        yield reader
 
 
 class ForeignReader:
@@ -75,11 +60,3 @@ class ForeignReader:
         if not (line := self._process.stdout.readline()):
             raise WorkerLost("the process of vLLM's parsers has ended; the next attempt starts a new one")
         return json.loads(line)
-
-
-def _call(text: str) -> tuple[str, str] | None:
-    try:
-        found = json.loads(text)
-        return str(found["name"]), json.dumps(found.get("arguments", {}), ensure_ascii=False)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None

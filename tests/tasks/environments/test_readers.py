@@ -3,7 +3,8 @@
 import pytest
 
 from storage.errors import InputError
-from tasks.endpoint.answers import ForeignReader, by_tags
+from tasks.environments.calls import by_tags
+from tasks.environments.reading import ForeignReader
 from tests.tasks.data.chat_model import chat_model
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
