@@ -19,7 +19,6 @@ class GrowingFile:
 
     @property
     def appends(self) -> bool:
-        """True if the store can append."""
         return self._root.backend.appends
 
     def read(self) -> bytes:

@@ -81,7 +81,6 @@ def run_of(key: str) -> str:
 
 
 def folder_of(key: str) -> str:
-    """The folder that an object is in."""
     return key.rpartition("/")[0]
 
 
@@ -196,12 +195,10 @@ def copied(copy: str) -> str | None:
 
 
 def part_folder(run: str) -> str:
-    """All parts of a run."""
     return f"{run}/parts"
 
 
 def stage_parts(run: str, iteration: int, stage: str) -> str:
-    """Parts that one stage wrote."""
     return f"{part_folder(run)}/{iteration:06d}/{stage}"
 
 
@@ -274,7 +271,6 @@ def archive_span(key: str) -> tuple[str, int, int] | None:
 
 
 def archive_folder(run: str) -> str:
-    """The run's Parquet copies."""
     return f"{run}/archive"
 
 

@@ -40,7 +40,6 @@ class Fence(Protocol):
 
     def check(self) -> None:
         """Raise LeaseLost if another process may drive the run."""
-        ...
 
 
 def finite_or_null(metrics: Mapping[str, float]) -> dict[str, float | None]:
@@ -158,7 +157,6 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def part_names(self) -> list[str]:
-        """Names of all parts."""
         return [part.name for part in self.parts]
 
 

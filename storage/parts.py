@@ -33,7 +33,6 @@ class PartWriter:
 
     @property
     def manifest_key(self) -> str:
-        """Key of the manifest."""
         return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
 
     @measured()

@@ -91,7 +91,6 @@ class Revisions:
 
     @property
     def numbers(self) -> range:
-        """All revisions."""
         return range(len(self.reruns) + 1)
 
     def rerun(self, number: int) -> Rerun:

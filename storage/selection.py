@@ -53,7 +53,6 @@ class Source(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def place(self) -> str:
-        """Its place, in words."""
         at = "" if self.root is None else f" in {self.root}"
         again = f", revision {self.revision}" if self.revision else ""
         return f"iteration {self.iteration}{again} of run {self.run}{at}"

@@ -75,7 +75,6 @@ class IncrementRecord(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def of(cls, some: Sequence[Grown], weight_version: int | None) -> "IncrementRecord":
-        """Record of increments of one piece."""
         values = [np.concatenate([one[at] for one in some]).astype(kind) for at, kind in ((2, "<i4"), (3, "<f4"))]
         tokens, logprobs = (base64.b64encode(one.tobytes()).decode() for one in values)
         rows, firsts, lengths = zip(*((one.row, one.first, len(one.tokens)) for one in some), strict=True)
@@ -83,7 +82,6 @@ class IncrementRecord(BaseModel, frozen=True, extra="forbid"):
         return cls(weight_version=weight_version, **named)
 
     def grown(self) -> Iterator[Grown]:
-        """The increments."""
         tokens = np.frombuffer(base64.b64decode(self.tokens), "<i4").astype(np.int32)
         logprobs = np.frombuffer(base64.b64decode(self.logprobs), "<f4").astype(np.float32)
         ends = np.cumsum(self.lengths).tolist()

@@ -64,7 +64,6 @@ class ParallelConfig(Frozen):
 
     @property
     def world_size(self) -> int:
-        """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.replicas
 
     @property

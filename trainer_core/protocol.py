@@ -65,7 +65,6 @@ class TrainerProtocol(Protocol):
 
     def adopt(self, identity: str) -> None:
         """Record that what this rank holds has been committed, or was loaded, under this identity."""
-        ...
 
     def generators(self) -> Generators:
         """History of the random generators since the last training."""
@@ -73,7 +72,6 @@ class TrainerProtocol(Protocol):
 
     def import_model(self) -> None:
         """Take the weights of the Hugging Face directory; optimizer, schedule, step counter and RNG start fresh."""
-        ...
 
     def load(self, directory: Path) -> LoadedState:
         """Continue from a state that `save` wrote into a local folder, under the same or another layout. Under the same
@@ -162,7 +160,6 @@ class TrainerProtocol(Protocol):
         `reference` returns from now on. `directory` holds at least the files that `facts.needed_for_weights` names.
         Raises StorageError if there is no state; InputError if Transformer Engine saved it and is not installed here,
         or vice versa."""
-        ...
 
     def teacher_logprobs(self, directory: Path, samples: Samples, temperature: float) -> Vector:
         """Log-probabilities of all response tokens of the usable samples by a frozen teacher, flat, in nats, under
@@ -210,8 +207,6 @@ class TrainerProtocol(Protocol):
 
     def resume(self) -> None:
         """Take back all memory that was freed."""
-        ...
 
     def close(self) -> None:
         """Leave the process groups; the trainer cannot be used afterwards."""
-        ...

@@ -53,8 +53,6 @@ _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, 
 
 @dataclass(frozen=True)
 class Explained:
-    """Explanation of a failure."""
-
     stage: str | None
     """Stage under way; None if no stage was begun."""
     cause: str
@@ -91,7 +89,6 @@ class LastLines(logging.Handler):
         self.kept: deque[str] = deque(maxlen=_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
         self.kept.append(record.getMessage())
 
     def __enter__(self) -> Self:

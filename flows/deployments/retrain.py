@@ -117,7 +117,6 @@ class Here:
 
 
 def this_flow_run() -> Here:
-    """This flow run."""
     # Prefect gives a subclass whose arithmetic loses the time zone
     moment = datetime.fromtimestamp(flow_run.get_scheduled_start_time().timestamp(), UTC)
     identity = flow_run.get_id()

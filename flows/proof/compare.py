@@ -37,8 +37,6 @@ class Difference(BaseModel, frozen=True, extra="forbid"):
 
 
 class Counts(BaseModel, frozen=True, extra="forbid"):
-    """Counts of what was compared."""
-
     manifests: int = 0
     """Committed stages, by the identity of their content."""
     states: int = 0
@@ -55,7 +53,6 @@ class Counts(BaseModel, frozen=True, extra="forbid"):
     @computed_field
     @property
     def tensors(self) -> int:
-        """Tensors of all states."""
         return self.weights + self.optimizer
 
 

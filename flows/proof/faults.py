@@ -80,15 +80,12 @@ class FaultFolder:
         (self.path / _PLANNED).write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
 
     def planned(self) -> list[Fault]:
-        """Kills that were planned."""
         return [Fault.parse(line) for line in self._lines(_PLANNED)]
 
     def delivered(self) -> list[Fault]:
-        """Kills that were delivered."""
         return [Fault.parse(line) for line in self._lines(_DELIVERED)]
 
     def reached(self) -> list[Reached]:
-        """All points that were reached, in order."""
         return [Reached.model_validate_json(line) for line in self._lines(_REACHED)]
 
     def observe(self, point: Point, key: str, processes: Processes) -> None:

@@ -89,7 +89,6 @@ class ProofReport(Counts, frozen=True, extra="forbid"):
     @computed_field
     @property
     def first_difference(self) -> str | None:
-        """The first one, by name."""
         return self.differences[0] if self.differences else None
 
 
@@ -212,7 +211,6 @@ def _belongs(process: psutil.Process, folder: Path) -> bool:
 
 
 def report_lines(report: ProofReport) -> list[str]:
-    """The report for people."""
     kills = f"{report.kills_delivered} of {report.kills_planned} kills delivered, {report.starts} starts"
     tensors = (
         f"{report.weights} weight and {report.optimizer} optimizer tensors, {report.rng} values of random generators"

@@ -58,7 +58,6 @@ class TemporaryServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     def wait(self, seconds: float) -> None:
@@ -77,7 +76,6 @@ class TemporaryServer:
         self._ready = True
 
     def ask_to_stop(self) -> None:
-        """Tell the server to end."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 

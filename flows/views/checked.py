@@ -77,8 +77,6 @@ _PROMPT, _TRAINED = "cyan", "green"
 
 
 class Token(BaseModel, frozen=True, extra="forbid"):
-    """A token and its text."""
-
     id: int
     text: str
 
@@ -97,8 +95,6 @@ class Example(BaseModel, frozen=True, extra="forbid"):
 
 
 class SourceCount(BaseModel, frozen=True, extra="forbid"):
-    """Prompts of one source of a table."""
-
     table: str
     """train, held_out or warmup."""
     source: str
@@ -158,7 +154,6 @@ def checked(config: RunConfig) -> Checked:
 
 
 def lines_of(found: Checked) -> list[str | Text]:
-    """The result for people."""
     one = found.example
     return [
         f"first prompt {one.prompt_id!r}:",

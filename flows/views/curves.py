@@ -51,7 +51,6 @@ def store_plot(root: Root, run: str, rows: Sequence[Row]) -> bytes:
 
 
 def data_uri(png: bytes) -> str:
-    """The PNG as a data URI."""
     return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 

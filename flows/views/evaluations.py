@@ -19,8 +19,6 @@ _DURATIONS = "seconds"  # end of their names
 
 
 class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
-    """One evaluation."""
-
     run: str
     iteration: int
     """Iteration whose weights answered."""
@@ -108,7 +106,6 @@ def evaluation_rows(record: EvaluationRecord) -> list[dict[str, str | float | in
 
 
 def evaluation_lines(record: EvaluationRecord) -> list[str]:
-    """Lines for the terminal."""
     lines = [f"weights of iteration {record.iteration} of run {record.run}{compared_with(record)}"]
     if record.passing is None:
         lines.append('which answers pass is not known, so there is no pass@k: give --pass, as in --pass "right >= 1"')

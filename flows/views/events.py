@@ -88,7 +88,6 @@ class TensorBoard:
         self._there, self._equal, self._begun = b"", 0, False
 
     def begin(self, run: TrackedRun) -> int:
-        """Read the file."""
         self._there, self._equal, self._begun = self._file.read(), 0, False
         return 0
 

@@ -113,5 +113,4 @@ class Output:
         self.console.print(Text(text), soft_wrap=True)
 
     def error(self, message: str) -> None:
-        """Write one message to standard error."""
         self.console.print(Text(f"ratchet: {message}", style="red"), soft_wrap=True, highlight=False)

@@ -58,11 +58,9 @@ class LivePage:
         self._thread = threading.Thread(target=work.run, args=(self._work,), name="page", daemon=True)
 
     def begins(self, iteration: int, stage: Stage) -> None:
-        """Show the stage that begins."""
         self._doing, self._percent = f"iteration {iteration} of {self._last}: {stage}", 0.0
 
     def advanced(self, portion: Portion) -> None:
-        """Report progress within a stage."""
         self._doing = f"iteration {portion.iteration} of {self._last}: {portion_text(portion)}"
         self._percent = 100.0 * portion.done / max(portion.of, 1)
 
@@ -73,7 +71,6 @@ class LivePage:
             self._rows += 1
 
     def window(self) -> list[IterationRecord]:
-        """The last iterations, which the table shows."""
         with self._lock:
             return list(self._window)
 

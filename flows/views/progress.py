@@ -151,11 +151,9 @@ class Progress:
         self._followers.append(follower)
 
     def on_finished(self, listener: Callable[[IterationRecord], object]) -> None:
-        """Call `listener` with each finished iteration."""
         self._listeners.append(listener)
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
         self._print(f"warning: {text}")
 
     def _begin(self, doing: str) -> None:
@@ -256,7 +254,6 @@ def figures_of(changes: Changes) -> list[tuple[str, Change, str]]:
 
 
 def status_lines(status: RunStatus) -> Sequence[str]:
-    """Lines of `ratchet status`."""
     earlier = status.history[0].iteration if status.history else 0
     lines = [f"(iterations 0 to {earlier - 1}: --all)"] if earlier else []
     lines += [iteration_line(record, status.asked) for record in status.history]

@@ -259,8 +259,6 @@ class _Sender:
 
 
 class _Examples:
-    """Samples of each iteration for people."""
-
     def __init__(self, root: Root, run: str, config: RunConfig, publish: Sequence[Publish]) -> None:
         self._root, self._run, self._publish = root, run, publish
         self._choice = Choice(best=config.report.examples, worst=config.report.examples)

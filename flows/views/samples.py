@@ -32,8 +32,6 @@ Rows = NDArray[np.int64]
 
 
 class Sample(BaseModel, frozen=True, extra="forbid"):
-    """One sample."""
-
     prompt_id: str
     sample_id: int
     """Number within its prompt group."""
@@ -58,13 +56,10 @@ class Sample(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def versions(self) -> str:
-        """Its weight versions, in words."""
         return ", ".join(map(str, self.weight_versions))
 
 
 class Samples(BaseModel, frozen=True, extra="forbid"):
-    """Chosen samples of one iteration."""
-
     root: str
     run: str
     iteration: int
@@ -208,7 +203,6 @@ def _sampled(root: Root, run: str, iteration: int | None) -> int:
 
 
 def sample_lines(found: Samples) -> list[str]:
-    """The samples for a terminal."""
     lines = [f"iteration {found.iteration} of run {found.run}: {len(found.samples)} of {found.total} samples"]
     for one in found.samples:
         lines += ["", _head(one), *_block("prompt", one.prompt), *_block("response", one.response)]

@@ -108,15 +108,11 @@ def _by_chance(evaluated: Sequence[IterationRecord]) -> bool:
 
 
 class StageStatus(BaseModel, frozen=True, extra="forbid"):
-    """One stage of the iteration in progress."""
-
     stage: Stage
     done: bool
 
 
 class RunStatus(BaseModel, frozen=True, extra="forbid"):
-    """A run as its storage shows it."""
-
     run: str
     root: str
     iterations: int

@@ -40,8 +40,6 @@ _DURATIONS = ("seconds", "_s")
 
 
 class Row(BaseModel, frozen=True, extra="forbid"):
-    """One iteration."""
-
     iteration: int
     finished: datetime
     """End of its last stage (UTC)."""
@@ -211,7 +209,6 @@ class MetricsFile:
             self._file.append(_cells(row, self._columns))
 
     def rows(self) -> list[Row]:
-        """All rows that were written."""
         return decode(self._file.read())
 
     def flush(self) -> None:

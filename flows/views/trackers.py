@@ -36,8 +36,6 @@ _NEEDED = {"begin": "the run", "log": "a row", "end": "True or False"}
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker sees it."""
-
     root: Root
     name: str
     tracker: str
@@ -54,7 +52,6 @@ class TrackedRun:
 
     @functools.cached_property
     def title(self) -> str:
-        """Name for display."""
         return f"{self.name}, revision {self._head}" if self._head else self.name
 
     @functools.cached_property
@@ -187,13 +184,11 @@ class WandbTracker:
         return run.position() if self._run.offline else self._run.step
 
     def log(self, row: Row) -> None:
-        """Log one step."""
         self._run.log(row.values, step=row.iteration)
         if self._run.offline:
             self._tracked.remember(row.iteration + 1)
 
     def end(self, complete: bool) -> None:
-        """Finish the run."""
         self._run.finish(exit_code=0 if complete else 1)
 
 
@@ -222,7 +217,6 @@ class MlflowTracker:
         return 0
 
     def log(self, row: Row) -> None:
-        """Log a batch of metrics."""
         from mlflow.entities import Metric, RunTag
 
         moment = round(row.finished.timestamp() * 1000)
@@ -230,7 +224,6 @@ class MlflowTracker:
         self._client.log_batch(self._run, metrics=metrics, tags=[RunTag(_NEXT, str(row.iteration + 1))])
 
     def end(self, complete: bool) -> None:
-        """Terminate the run."""
         self._client.set_terminated(self._run, "FINISHED" if complete else "KILLED")
 
     def _experiment(self) -> str:

@@ -60,7 +60,6 @@ class Backend(ABC):
     @abstractmethod
     def replace(self, key: str, data: memoryview) -> None:
         """Write an object whole, in place of what was there. Readers see the former content or the new one."""
-        ...
 
     @abstractmethod
     def read(self, key: str) -> bytes:
@@ -70,7 +69,6 @@ class Backend(ABC):
     @abstractmethod
     def remove(self, key: str) -> None:
         """Remove an object."""
-        ...
 
     @abstractmethod
     def info(self, key: str) -> Stored | None:

@@ -53,7 +53,6 @@ class Lease:
 
     @property
     def epoch(self) -> int:
-        """Fencing token: higher for every later holder."""
         return self._entry.epoch
 
     @property

@@ -56,7 +56,6 @@ SYSTEM = Clock(lambda: datetime.now(UTC), _steady)  # the clocks of this machine
 
 
 def this_process(name: str) -> Owner:
-    """This process as an owner called `name`."""
     process = os.getpid()
     return Owner(name=name, host=socket.gethostname(), process=process, place=_place(), birth=_birth(process))
 

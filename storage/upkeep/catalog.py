@@ -66,7 +66,6 @@ class Names:
     revisions: Revisions = FIRST  # the revisions, seen from the one whose manifests are the newest
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
-        """Only the wanted keys."""
         return Names(
             manifests=tuple(filter(wanted, self.manifests)),
             retired=frozenset(filter(wanted, self.retired)),
@@ -77,7 +76,6 @@ class Names:
         )
 
     def of_stage(self, stage: str) -> dict[str, int]:
-        """Iterations of a stage's manifests, by key."""
         places = ((key, layout.place_of(key)) for key in self.manifests)
         return {key: place[0] for key, place in places if place is not None and place[1] == stage}
 

@@ -25,8 +25,6 @@ _BATCH, _REMOVERS = 64, 8
 
 
 class Removed(BaseModel, frozen=True, extra="forbid"):
-    """Result of a removal."""
-
     run: str
     objects: int
     bytes: int

@@ -76,7 +76,6 @@ class Collection(BaseModel, frozen=True, extra="forbid"):
     @computed_field
     @property
     def bytes(self) -> int:
-        """Total size."""
         return sum(one.bytes for one in self.garbage)
 
 

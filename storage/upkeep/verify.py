@@ -65,8 +65,6 @@ class Finding(BaseModel, frozen=True, extra="forbid"):
 
 
 class Verification(BaseModel, frozen=True, extra="forbid"):
-    """Result of a verification."""
-
     run: str
     manifests: int  # manifests read
     parts: int  # parts read

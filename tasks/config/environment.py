@@ -101,7 +101,6 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> "Settings":
-        """Read the environment as it is now."""
         return cls(
             ray_address=os.environ.get("RAY_ADDRESS") or None,
             ray_token=os.environ.get("RAY_AUTH_TOKEN") or None,

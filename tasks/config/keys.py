@@ -18,8 +18,6 @@ NONE = Mark()
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a table."""
-
     field: FieldInfo
     mark: Mark  # its own marks, with the stages of the table that it is in unless it has its own
     models: Models  # of its table, or of the tables in its list; none for a plain value

@@ -59,8 +59,6 @@ then run `ratchet config --markdown > docs/configuration.md`.
 
 @dataclass(frozen=True)
 class Key:
-    """One setting."""
-
     name: str
     path: str  # `section.key`
     kind: str  # type and limits, in words
@@ -124,7 +122,6 @@ def example() -> str:
 
 
 def default_of(key: Key) -> str:
-    """A key's default in words."""
     if key.default is None:
         return "required" if key.required else "not set"
     return key.default

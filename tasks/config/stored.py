@@ -47,7 +47,6 @@ class ConfigRecord(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig, request: str | None = None) -> "ConfigRecord":
-        """The record of a new run."""
         return cls.model_validate({**dict(config), "rules": RULES, "request": request})
 
     @property

@@ -33,7 +33,6 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()  # definitions of the tools that the model may call
 
     def then(self, message: Message) -> "Chat":
-        """The same with a further message."""
         return Chat([*self.messages, message], self.tools)
 
 
@@ -189,7 +188,6 @@ _NO_TEMPLATE = (
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of all special tokens."""
     return frozenset(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
 

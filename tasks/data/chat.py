@@ -53,8 +53,6 @@ class _Frame:
 
 @dataclass(frozen=True)
 class Template:
-    """The chat template of a tokenizer."""
-
     codec: TextCodec
     _frames: dict[object, _Frame | None] = field(default_factory=dict)
 

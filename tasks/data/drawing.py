@@ -16,8 +16,6 @@ _EXACT = 10_000
 
 @dataclass(frozen=True)
 class Share:
-    """One source of a mixture."""
-
     rows: int  # its rows; those of the next source follow them in the table
     weight: float
 

@@ -74,7 +74,6 @@ def cached(model: HubId) -> Path | None:
 
 
 def cache_folder() -> str:
-    """The folder of the hub's cache."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_CACHE

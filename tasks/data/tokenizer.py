@@ -194,7 +194,6 @@ class StoredTexts:
 
     @classmethod
     def of(cls, root: Root, prepared: Manifest) -> "StoredTexts":
-        """From the manifest of stage `prepare`."""
         there, left_out = prepared.part_names, prepared.facts.get("left_out_tokens")
         content = read_part(root, prepared.part(_STORED_TOKENIZER)) if _STORED_TOKENIZER in there else None
         tokenizer = None if content is None else Tokenizer.from_buffer(content)

@@ -44,15 +44,12 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 @dataclass(frozen=True)
 class ShardTensor:
-    """A tensor to be written."""
-
     name: str
     shape: tuple[int, ...]
     dtype: str  # name in safetensors: F32, BF16
 
     @property
     def bytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * _BYTES[self.dtype]
 
 
@@ -111,8 +108,6 @@ _CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.m
 
 
 class Exported(BaseModel, frozen=True, extra="forbid"):
-    """Result of an export."""
-
     run: str
     iteration: int
     folder: str  # the folder or URL

@@ -31,7 +31,6 @@ class Hashed:
         self._file, self._hash = file, xxhash.xxh3_128()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of `data`."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _BLOCK):
             self._hash.update(view[start : start + _BLOCK])
@@ -108,7 +107,6 @@ class ExportFolder:
         self.digests[name] = hashed.digest
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file."""
         with self.file(name) as file:
             file.write(data)
 

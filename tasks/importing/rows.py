@@ -24,8 +24,6 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True)
 class ImportOrder:
-    """Request of an import."""
-
     files: tuple[str, ...]  # paths or URLs of .jsonl, .json or .parquet files
     run: str
     columns: Mapping[str, str] = field(default_factory=dict)

@@ -31,8 +31,6 @@ from tasks.stages.names import Stage
 
 
 class Imported(BaseModel, frozen=True, extra="forbid"):
-    """Result of an import."""
-
     run: str
     iterations: int  # one for each file
     samples: int
@@ -51,7 +49,6 @@ class ImportRecord(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def of(cls, order: ImportOrder) -> "ImportRecord":
-        """Record of a request."""
         files = tuple(Path(file).name for file in order.files)
         return cls(imported=files, columns=dict(order.columns), temperature=order.temperature, logprobs=order.logprobs)
 

@@ -34,20 +34,16 @@ class Exchanges(Protocol):
         """The exchange under a digest; None if there is none."""
         ...
 
-    def keep(self, digest: str, exchange: Exchange) -> Exchange:
-        """Keep an exchange; the one that counts is returned."""
-        ...
+    def keep(self, digest: str, exchange: Exchange) -> Exchange: ...
 
 
 class Remembered(dict[str, Exchange]):
     """Exchanges in memory."""
 
     def find(self, digest: str) -> Exchange | None:
-        """See `Exchanges`."""
         return self.get(digest)
 
     def keep(self, digest: str, exchange: Exchange) -> Exchange:
-        """See `Exchanges`."""
         return self.setdefault(digest, exchange)
 
 

@@ -36,5 +36,4 @@ class Score:
 
 
 def failed(reason: Reason, detail: str) -> Score:
-    """A sample without a score."""
     return Score(None, "timeout" if reason == "timeout" else "error", detail, reason)

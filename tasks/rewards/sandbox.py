@@ -42,8 +42,6 @@ class SandboxFailed(StageFailed):
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits on a program."""
-
     seconds: float = 10.0
     """Seconds to its end; the start of the sandbox does not count. A process has as many of processor time."""
     memory_mb: int = 512

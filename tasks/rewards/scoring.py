@@ -24,8 +24,6 @@ _ROUNDING = 1e-6  # 0.29 * 100 is below 29
 
 @dataclass(frozen=True)
 class Scores:
-    """The result of scoring."""
-
     scores: list[Score | None]
     """In the order of the responses; None where scoring ended before, because too many had failed."""
     sources: Mapping[str, str]

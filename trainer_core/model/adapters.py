@@ -157,7 +157,6 @@ class _Adapters(torch.nn.ModuleDict):
     """The adapters of the linear layers of one module, by the names of the layers."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """See `Adapter.sharded_state_dict`."""
         found: dict[str, Any] = {}
         for name, one in self.items():
             assert isinstance(one, Adapter)

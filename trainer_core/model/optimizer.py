@@ -36,7 +36,6 @@ class Optimizer:
 
     @property
     def updates(self) -> int:
-        """Updates done by this optimizer."""
         return self.schedule.num_steps
 
     @property

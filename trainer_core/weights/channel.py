@@ -85,7 +85,6 @@ class Signals:
         self.counted, self.released = counters[:, 0], counters[:, 1:]  # (S,), (S, R)
 
     def fail(self, reason: str) -> None:
-        """`fail` in the folder of this channel."""
         fail(self._folder, reason)
 
     def check(self) -> None:

@@ -158,7 +158,6 @@ class Whole:
         return self.planned.offset, self.planned.nbytes, 0, int(self.planned.offset % WORD == 0)
 
     def at(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The tensor in its buffer, converted."""
         ((_, found),) = views([self.planned], buffer)
         return found
 

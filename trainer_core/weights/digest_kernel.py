@@ -64,7 +64,6 @@ class Table:
 
     @property
     def device(self) -> torch.device:
-        """Device of the table."""
         return self._rows.device
 
     def sums(self) -> torch.Tensor:

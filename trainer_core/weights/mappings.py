@@ -102,8 +102,6 @@ def replaced(owner: object, **others: object) -> Iterator[None]:
 
 
 class Known(NamedTuple):
-    """Facts about a tensor's name."""
-
     whole: str  # the name with the numbers that layers and experts have in the whole model
     kind: Hashable  # key that is the same for names that differ in numbers alone
     mapping: Any  # the bridge's mapping of the first name of the kind; None if it has none
@@ -121,8 +119,6 @@ class _Rest:
 
 
 class Names:
-    """The names of one model."""
-
     def __init__(self, registry: Any, chunks: list[Any], config: Any) -> None:
         """`registry` holds the mappings; the bridge renumbers layers and experts by the model's chunks and config."""
         self._registry, self._chunks, self._config = registry, chunks, config

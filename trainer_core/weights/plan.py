@@ -25,21 +25,16 @@ _PARTS = ("embedding", "decoder", "", "mtp")
 
 
 class Named(Frozen):
-    """One Hugging Face tensor."""
-
     name: str  # Hugging Face name
     dtype: str  # element type as torch spells it, without the prefix: float32, bfloat16
     shape: tuple[int, ...]  # shape of the whole, unsharded tensor, without rows that only pad the vocabulary
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return _SIZES[self.dtype] * math.prod(self.shape)
 
 
 class PlannedTensor(Named):
-    """One tensor of an update."""
-
     bucket: int  # number of the bucket that carries it
     offset: int  # first byte in the bucket, a multiple of `ALIGNMENT`
 
@@ -69,7 +64,6 @@ class WeightPlan(Frozen):
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes, without alignment."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
@@ -84,8 +78,6 @@ def text_digest(text: str) -> str:
 
 
 class Row(Frozen):
-    """One parameter or buffer of Megatron's."""
-
     name: str  # Megatron's name, with the numbers of layers and experts that they have in the whole model
     expert: bool  # True if it belongs to one expert, and is divided and replicated over the ranks as experts are
     tensors: tuple[Named, ...]

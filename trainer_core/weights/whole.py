@@ -49,7 +49,6 @@ class Exported(Held):
 
     @classmethod
     def of(cls, task: WeightConversionTask[Any], attribute: str) -> "Exported":
-        """The tensor as it is now."""
         tensor, name = cast(torch.Tensor, task.param_weight), task.global_param_name
         row = Row(name=name, expert=task.mapping.is_expert, tensors=())
         return cls(row, cast(torch.nn.Module, task.megatron_module), attribute, tensor, named(name, tensor))

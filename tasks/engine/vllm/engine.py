@@ -120,7 +120,6 @@ class Engine(EngineProtocol):
         self._left: dict[str, list[Increment]] = {}  # of what was dropped since the last `drop`
 
     def identity(self) -> EngineIdentity:
-        """See `EngineProtocol.identity`."""
         if isinstance(self._held, Unusable):
             return EngineIdentity(weight_version=None, weights_digest=None)
         return self._held
@@ -130,7 +129,6 @@ class Engine(EngineProtocol):
         return self._core.runner
 
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
-        """See `EngineProtocol.generate`."""
         self._drop()
         self.enqueue(0, prompts, seeds, sampling)
         return _finished(self._complete()).completions
@@ -145,7 +143,6 @@ class Engine(EngineProtocol):
         every: Every | None = None,
         name: str = "",
     ) -> None:
-        """See `EngineProtocol.enqueue`."""
         self._check_usable()
         self._spec.check_batch(number, prompts)
         begun = begun or [NOTHING] * len(prompts)
@@ -157,7 +154,6 @@ class Engine(EngineProtocol):
         self._admit()
 
     def collect(self, wait_s: float) -> Collected:
-        """See `EngineProtocol.collect`."""
         deadline = time.monotonic() + wait_s
         finished, ended = self._finished, self._ended
         self._finished, self._ended = [], 0
@@ -171,13 +167,11 @@ class Engine(EngineProtocol):
         return Collected([_finished(batch) for batch in finished], ended, self._given)
 
     def drop(self) -> dict[str, list[Increment]]:
-        """See `EngineProtocol.drop`."""
         self._drop()
         left, self._left = self._left, {}
         return left
 
     def score(self, sequences: Sequence[TokenIds]) -> list[NDArray[np.float32]]:
-        """See `EngineProtocol.score`."""
         self._check_usable()
         self._spec.check_lengths(sequences, "sequence")
         self._drop()
@@ -188,13 +182,11 @@ class Engine(EngineProtocol):
         return [answer.prompt_logprobs for answer in self._complete().answers]
 
     def survey_model(self) -> None:
-        """See `EngineProtocol.survey_model`."""
         self._core.workers("survey_model")
 
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:
-        """See `EngineProtocol.prepare_update`."""
         self._update = None
         update = Transaction(self._core.workers)
         update.prepare(plan, digest, channel, first_receiver)
@@ -203,7 +195,6 @@ class Engine(EngineProtocol):
         return digest
 
     def receive_update(self) -> Arrived:
-        """See `EngineProtocol.receive_update`."""
         if self._update is None:
             raise SyncMismatch("no weight update was prepared, so none can be received; sync the weights again")
         before, self._held = self._held, Unusable("a weight update began and did not finish")
@@ -214,7 +205,6 @@ class Engine(EngineProtocol):
             raise
 
     def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
-        """See `EngineProtocol.commit_update`."""
         if self._update is None or not self._update.holds(weights_digest):
             raise SyncMismatch(f"weights {weights_digest} were not received, so they cannot be served; sync them again")
         self._core.forget_prompts()
@@ -224,7 +214,6 @@ class Engine(EngineProtocol):
         return self.identity()
 
     def abort_update(self, reason: str) -> bool:
-        """See `EngineProtocol.abort_update`."""
         if self._update is not None:
             update, self._update = self._update, None
             if update.touched:
@@ -236,12 +225,10 @@ class Engine(EngineProtocol):
         return not isinstance(self._held, Unusable)
 
     def refuse(self, reason: str) -> None:
-        """See `EngineProtocol.refuse`."""
         self._drop()
         self._held = Unusable(reason)
 
     def held(self) -> dict[str, str]:
-        """See `EngineProtocol.held`."""
         if self.identity().weights_digest is None:
             return {}
         if self._core.asleep:  # to wake it would take the card's memory from a trainer
@@ -252,14 +239,12 @@ class Engine(EngineProtocol):
         return self._digests | changed
 
     def sleep(self) -> bool:
-        """See `EngineProtocol.sleep`."""
         if self._spec.sleeps:
             self._drop()
             self._core.sleep()
         return self._spec.sleeps
 
     def wake(self) -> None:
-        """See `EngineProtocol.wake`."""
         self._core.wake()
 
     def _drop(self) -> None:

@@ -61,7 +61,6 @@ class Lane(Protocol):
 
     def begin(self) -> None:
         """Prepare the model; from now on it must not compute."""
-        ...
 
     def load(self, arriving: Arriving) -> set[str]:
         """Load everything; names of the parameters it went to, as far as loaders report them.
@@ -73,11 +72,9 @@ class Lane(Protocol):
 
     def finish(self) -> None:
         """Derive from the parameters what kernels use."""
-        ...
 
     def look(self) -> None:
         """Begin to see what the parameters hold, after `finish`; a card is not waited for."""
-        ...
 
     def landed(self) -> dict[str, str]:
         """Digest of the part of each tensor that was found in a parameter, by name of the checkpoint's tensor; after
@@ -87,7 +84,6 @@ class Lane(Protocol):
 
     def abandon(self) -> None:
         """Leave the model in a state in which the next update can begin."""
-        ...
 
 
 class InPlace:
@@ -105,11 +101,9 @@ class InPlace:
         """See `Lane.begin`: all is prepared."""
 
     def load(self, arriving: Arriving) -> set[str]:
-        """See `Lane.load`."""
         return by_loaders(self._model, arriving)
 
     def finish(self) -> None:
-        """See `Lane.finish`."""
         if self._latent:
             with set_current_vllm_config(self._config):
                 for layer in self._latent.values():  # it multiplies by matrices that it derives from kv_b_proj
@@ -117,7 +111,6 @@ class InPlace:
             _check_derived(self._latent)
 
     def look(self) -> None:
-        """See `Lane.look`."""
         self._begun = self._digests.begin()
 
     def landed(self) -> dict[str, str]:
@@ -172,18 +165,15 @@ class LayerWise:
         self._observed: list[QuantizeMethodBase] = []
 
     def begin(self) -> None:
-        """See `Lane.begin`."""
         for layer in self._names:
             if method := processing(layer):
                 self._observe(method)
         initialize_layerwise_reload(self._model)
 
     def load(self, arriving: Arriving) -> set[str]:
-        """See `Lane.load`."""
         return by_loaders(self._model, arriving)
 
     def finish(self) -> None:
-        """See `Lane.finish`."""
         self._close()
 
     def look(self) -> None:
@@ -192,7 +182,6 @@ class LayerWise:
         self._landed |= found(named_layers(self._model), self._landing, unprocessed)
 
     def landed(self) -> dict[str, str]:
-        """See `Lane.landed`."""
         return self._landed
 
     def abandon(self) -> None:

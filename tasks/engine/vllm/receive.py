@@ -141,7 +141,6 @@ class WorkerExtension:
     rank: int
 
     def survey_model(self) -> None:
-        """See `RatchetTransfer.survey`."""
         with paused():
             self.weight_transfer_engine.survey()
 
@@ -171,7 +170,6 @@ class WorkerExtension:
         return json.dumps(told | {"written": True})
 
     def changed_tensors(self) -> dict[str, str]:
-        """See `RatchetTransfer.changed`."""
         return self.weight_transfer_engine.changed()
 
     def forget_update(self) -> None:

@@ -23,7 +23,6 @@ class Transaction:
         """True if a worker's previous weights are gone, or may be."""
 
     def prepare(self, plan: str, digest: str, channel: Channel, first: int) -> str:
-        """See `EngineProtocol.prepare_update`."""
         answers = self._workers("prepare_update", plan=plan, channel=channel.model_dump_json(), first=first)
         _refuse(answers)
         computed = {cast(str, answer["digest"]) for answer in answers}
@@ -35,7 +34,6 @@ class Transaction:
         return digest
 
     def receive(self) -> Arrived:
-        """See `EngineProtocol.receive_update`."""
         self.touched = True  # until the workers say otherwise
         answers = [json.loads(answer) for answer in self._workers("receive_update")]
         self.touched = any(answer.get("written", True) for answer in answers)

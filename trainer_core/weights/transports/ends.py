@@ -17,11 +17,9 @@ class End(Protocol):
 
     def fail(self, reason: str) -> None:
         """Stop all other ends: this update will not be completed."""
-        ...
 
     def close(self) -> None:
         """Release what this end holds."""
-        ...
 
 
 class Sender(End, Protocol):
@@ -35,11 +33,9 @@ class Sender(End, Protocol):
     def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = ...) -> None:
         """Let the receivers read a bucket, once the device has written it. `meanwhile` is called once, while the device
         writes, or while the receivers read. Raises StorageUnavailable if a file of it cannot be written."""
-        ...
 
     def finish(self) -> None:
         """Wait until every receiver has read everything; raises as `arena`."""
-        ...
 
 
 class Receiver(End, Protocol):
@@ -54,7 +50,6 @@ class Receiver(End, Protocol):
 
     def release(self, bucket: Bucket) -> None:
         """Let the sender use the arena again, once the device has read it."""
-        ...
 
 
 def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:

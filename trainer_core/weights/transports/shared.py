@@ -52,8 +52,6 @@ class SharedArenas:
 
 
 class SharedSender:
-    """A sender whose arenas the receivers see."""
-
     def __init__(
         self,
         channel: Channel,
@@ -122,7 +120,6 @@ class Opener(Protocol):
 
     def close(self, failed: bool) -> None:
         """Release all arenas."""
-        ...
 
 
 class HostOpener:
@@ -143,8 +140,6 @@ class HostOpener:
 
 
 class SharedReceiver:
-    """A receiver that sees the senders' arenas."""
-
     def __init__(self, channel: Channel, plan: WeightPlan, number: int, device: torch.device, opener: Opener) -> None:
         """`number` is that of this worker among the receivers, `device` that of the model."""
         self._plan, self._number, self._device, self._opener = plan, number, device, opener
