@@ -130,7 +130,7 @@ CLOSED = (
     Mutant(
         "store-of-the-working-directory",
         "a backend by its file is another one in another folder",
-        "storage/backends/stores.py",
+        "storage/backends/root.py",
         'return f"{os.path.abspath(file)}:{name}://{place}"',
         'return f"{file}:{name}://{place}"',
         _DOOR,

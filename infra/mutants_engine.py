@@ -146,7 +146,7 @@ ENGINE = (
     Mutant(
         "scheduler-is-no-victim",
         "prove-resume does not know the processes that vLLM starts for an engine",
-        "flows/proof/kills.py",
+        "flows/proof/faults.py",
         "if several or engine.own_process else 0",
         "if False else 0",
         ("tests/flows/proof/test_kills.py",),

@@ -109,7 +109,7 @@ OPERATORS = (
     Mutant(
         "operators-retry-always-helps",
         "a page says that Retry goes on where it cannot",
-        "flows/deployments/explaining.py",
+        "flows/deployments/attempt.py",
         '"Retry" if helps else "once that is done, Retry"',
         '"Retry"',
         _RED,
@@ -117,7 +117,7 @@ OPERATORS = (
     Mutant(
         "operators-words-for-causes",
         "the words of an error decide what caused it",
-        "flows/deployments/explaining.py",
+        "flows/deployments/attempt.py",
         "((text, helps) for kind, text, helps in _NOTES if isinstance(error, kind))",
         '((text, helps) for kind, text, helps in _NOTES if isinstance(error, kind) or "out of memory" in str(error))',
         _RED,

@@ -33,7 +33,7 @@ SAMPLING = (
     Mutant(
         "bytes-of-whole-signs",
         "a token that is a part of a sign has the bytes of the replacement for it",
-        "tasks/data/token_bytes.py",
+        "tasks/data/backends.py",
         "_raw(backend.token_text(token)) or added.encode() if _UNDECODED in added else added.encode()",
         "added.encode()",
         ("tests/tasks/data/test_token_bytes.py",),

@@ -88,7 +88,7 @@ SITE = (
     Mutant(
         "red-without-a-stage",
         "a red flow run does not say which stage failed",
-        "flows/deployments/explaining.py",
+        "flows/deployments/attempt.py",
         'f"{place}{self.cause}"',
         "self.cause",
         ("tests/flows/deployments/test_train.py",),

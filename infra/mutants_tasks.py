@@ -145,7 +145,7 @@ TASKS = (
     Mutant(
         "truncated-weights",
         "a file of weights that is cut off is found only by the trainer",
-        "tasks/model_checks/weights.py",
+        "tasks/model_checks/fitness.py",
         "    if size != expected:\n",
         "    if False:\n",
         ("tests/bad_input/test_models.py",),
@@ -153,7 +153,7 @@ TASKS = (
     Mutant(
         "shapes-unchecked",
         "weights of other shapes than config.json describes are found only by the trainer",
-        "tasks/model_checks/weights.py",
+        "tasks/model_checks/fitness.py",
         "        if found.get(name, shape) != shape:\n",
         "        if False:\n",
         ("tests/bad_input/test_models.py",),

@@ -49,7 +49,7 @@ TEACHER = (
     Mutant(
         "teacher-of-another-tokenizer",
         "the tokens of a teacher are not compared with the model's",
-        "tasks/model_checks/teacher.py",
+        "tasks/model_checks/objective.py",
         "    _check_tokens(folder, tokens())\n",
         "",
         _LOOP,

@@ -1,10 +1,13 @@
 """Writing and reading the parts of a stage. An array never becomes a Python list here."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from storage import kill_points, layout
 from storage.backends.root import Root
@@ -14,7 +17,7 @@ from storage.kill_points import Point
 from storage.manifest import Manifest, Part
 from storage.meter import measured
 from storage.parallel import each
-from storage.schema import check
+from storage.schema import check, stored_schema
 
 _PARALLEL = 4
 _MUCH = 1 << 26  # bytes
@@ -200,3 +203,46 @@ def _compare(part: Part, digest: str, root: Root) -> None:
     if digest != part.digest:
         fact = f"{root.url}/{part.key} is damaged: xxh3-128 {digest} was read, {part.digest} was written"
         raise DigestMismatch(f"{fact}. Restore the object, or do the stage again")
+
+
+def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | None = None) -> pa.Table:
+    """All table parts of a stage in the manifest's order, in the schema that the parts name. Raises DigestMismatch if a
+    part was damaged, PartMissing if a part is gone, SchemaMismatch if a part has another schema than its table,
+    StorageError if the stage has no table parts."""
+    tables = []
+    for part in manifest.parts:
+        if part.rows is not None:
+            data = read_part_buffer(root, part)
+            schema = stored_schema(pa.ipc.open_file(data).schema, part.key)
+            tables.append(open_table(data, schema, part.key, columns or schema.names))
+    if not tables:
+        raise StorageError(f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} has no table")
+    return pa.concat_tables(tables)
+
+
+def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+    """The values of a list column, (sum of lengths,), not copied if it has one chunk and no truth values, which Arrow
+    stores as bits, and (rows + 1,) int64 offsets from 0."""
+    chunks = [_values(chunk) for chunk in column.chunks if len(chunk)]
+    if not chunks:
+        return np.empty(0, column.type.value_type.to_pandas_dtype()), np.zeros(1, np.int64)
+    lengths = np.concatenate([np.diff(offsets) for _, offsets in chunks])
+    values = chunks[0][0] if len(chunks) == 1 else np.concatenate([values for values, _ in chunks])
+    return values, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+
+
+def row_views(column: pa.ChunkedArray) -> list[NDArray[np.generic]]:
+    """One read-only array per row of a list column, each a view of the column's own memory."""
+    views: list[NDArray[np.generic]] = []
+    for chunk in column.chunks:
+        values, offsets = _values(chunk)
+        bounds = offsets.tolist()
+        views += [values[start:stop] for start, stop in itertools.pairwise(bounds)]
+    return views
+
+
+def _values(chunk: pa.ListArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+    # the offsets of a slice do not start at 0, and `values` ignores the slice
+    offsets = chunk.offsets.to_numpy()
+    values = chunk.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])) if len(offsets) else chunk.values
+    return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), (offsets - offsets[0]).astype(np.int64)

@@ -15,15 +15,14 @@ from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
+from tasks.data.backends import token_bytes
 from tasks.data.generated import model_config
 from tasks.data.models import count_parameters, open_model, parameters_in
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
-from tasks.data.token_bytes import token_bytes
 from tasks.data.values import Keyed
 from tasks.environments.checking import check_environment
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
-from tasks.model_checks.objective import check_engine, check_objective
-from tasks.model_checks.teacher import check_teacher
+from tasks.model_checks.objective import check_engine, check_objective, check_teacher
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward

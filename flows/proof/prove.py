@@ -12,8 +12,7 @@ import psutil
 from pydantic import computed_field
 
 from flows.proof.compare import Comparison, Counts, Pair, lend_rollouts
-from flows.proof.faults import Fault, FaultFolder
-from flows.proof.kills import check, chosen
+from flows.proof.faults import Fault, FaultFolder, check, chosen
 from flows.views.output import Output
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StageFailed

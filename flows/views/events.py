@@ -6,11 +6,10 @@ run does not: event.proto, summary.proto and record_writer.h of TensorFlow.
 
 import struct
 
-from flows.views.table import Row
+from flows.views.table import GrowingFile, Row
 from flows.views.trackers import TrackedRun
 from storage import layout
 from storage.backends.root import Root
-from storage.derived import GrowingFile
 
 _VERSION = "brain.Event:2"
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reversed

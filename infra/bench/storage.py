@@ -27,8 +27,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
 from storage.layout import part_key
 from storage.manifest import Manifest, commit
-from storage.parts import PartWriter
-from storage.reader import flat, read_stored_table
+from storage.parts import PartWriter, flat, read_stored_table
 from storage.schema import ROLLOUT
 from storage.turns import one_turn
 from storage.upkeep.archive import SAMPLES, write_tables

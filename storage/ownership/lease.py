@@ -15,19 +15,20 @@ the process that took over finds and uses it, because a manifest is published pu
 """
 
 import logging
+import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal
+from types import FrameType, TracebackType
+from typing import Literal, Self
 
 from storage import layout, meter
 from storage.backends.root import Root
 from storage.errors import DigestMismatch, LeaseHeld, LeaseLost, SchemaMismatch, StorageError
 from storage.ownership import log
-from storage.ownership.interruption import Interruptible
 from storage.ownership.log import Entry, newest
 from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_process
 
@@ -291,3 +292,49 @@ def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
             return  # the listeners were called
         except StorageError as failure:
             logger.warning("the lease of run %s cannot be renewed at the moment: %s", lease.run, failure)
+
+
+_SIGNAL = signal.SIGURG  # ignored by the system where nothing handles it, so a late one does no harm
+
+
+class Interruption(KeyboardInterrupt):
+    """Raised in the block: code that lets Ctrl-C through and cleans up after it treats this alike."""
+
+
+class Interruptible:
+    """A block that `end_with` ends from another thread, as Ctrl-C would; it then raises the given error. The block must
+    run in the main thread, which alone executes Python's signal handlers; elsewhere `end_with` has no effect."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._armed, self._interrupted = False, False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(_SIGNAL, self._interrupt)
+            self._armed = True
+        return self
+
+    def end_with(self, error: Exception) -> None:
+        """End the block; called in the main thread, it only notes the error."""
+        self._error = error
+        main = threading.main_thread()
+        if self._armed and threading.current_thread() is not main and main.ident is not None:
+            signal.pthread_kill(main.ident, _SIGNAL)  # also wakes it from a system call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._armed or self._interrupted:
+            self._armed = False
+            signal.signal(_SIGNAL, self._before or signal.SIG_DFL)
+        # the interrupt may have become another error on the way, as it does at the start of a Prefect task run
+        if self._interrupted and error is not None and self._error is not None:
+            raise self._error from error
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._error is None and callable(self._before):
+            self._before(number, frame)  # the handler of an enclosing block
+        elif self._armed and self._error is not None:
+            self._armed, self._interrupted = False, True
+            raise Interruption(str(self._error))

@@ -20,7 +20,7 @@ from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Manifest, load
 from storage.ownership.scratch import scratch
-from storage.reader import read_stored_table
+from storage.parts import read_stored_table
 from storage.schema import REWARD, ROLLOUT
 from storage.selection import sample_keys
 from storage.upkeep.catalog import Names, contents, names, require_run

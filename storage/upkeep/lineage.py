@@ -12,8 +12,7 @@ from storage.backends.root import Root
 from storage.errors import InputError, StorageError
 from storage.ids import Workflow
 from storage.manifest import Manifest, Origin
-from storage.parts import read_parts
-from storage.reader import read_stored_table
+from storage.parts import read_parts, read_stored_table
 from storage.schema import PROMPTS, SELECTION
 from storage.selection import SHARE, Source, read_sources
 from storage.turns import ended_by, sampled_by

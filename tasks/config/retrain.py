@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from storage.backends.stores import absolute_url
+from storage.backends.root import absolute_url
 from storage.errors import InputError
 from storage.ids import check_run_name
 from tasks.config.section import Section, public

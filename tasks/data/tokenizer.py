@@ -15,8 +15,7 @@ from storage.backends.root import Root
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError
 from storage.manifest import Manifest
-from storage.parts import read_part, read_parts
-from storage.reader import row_views
+from storage.parts import read_part, read_parts, row_views
 from storage.schema import PROMPTS
 from tasks.data.backends import Backend, Chat, read_backend, special_tokens
 from tasks.data.hub import TEXT_FILES

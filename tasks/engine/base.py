@@ -13,8 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.data.backends import read_backend
-from tasks.data.token_bytes import token_bytes
+from tasks.data.backends import read_backend, token_bytes
 from tasks.engine import protocol
 from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from storage.digest import value_digest
 from storage.errors import InputError, SyncMismatch
-from storage.reader import row_views
+from storage.parts import row_views
 from trainer_core.config import Device, Frozen
 from trainer_core.weights.channel import Channel
 

@@ -19,8 +19,7 @@ from storage.errors import InputError
 from storage.exchanges import RunExchanges
 from storage.manifest import Manifest, Part, commit, find
 from storage.parallel import each
-from storage.parts import PartWriter, read_parts
-from storage.reader import flat
+from storage.parts import PartWriter, flat, read_parts
 from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from storage.digest import value_digest
 from storage.errors import StageFailed
-from storage.reader import row_views
+from storage.parts import row_views
 from tasks.config.identity import meaning
 from tasks.config.reward import RewardSection
 from tasks.data.tokenizer import TextCodec

@@ -17,8 +17,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.filters import parse_filter
 from storage.manifest import Manifest, find, revisions
-from storage.parts import read_parts
-from storage.reader import flat, row_views
+from storage.parts import flat, read_parts, row_views
 from storage.schema import PROMPTS, SELECTION
 from storage.selection import OFFERED, Source, offered, scores_of
 from storage.upkeep.catalog import Names, names, require_run

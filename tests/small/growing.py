@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from storage.reader import row_views
+from storage.parts import row_views
 from tasks.engine.protocol import COMPLETIONS, Begun, Increment
 
 

@@ -14,9 +14,8 @@ import pyarrow as pa
 
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError, SyncMismatch
-from tasks.data.backends import Plain
+from tasks.data.backends import Plain, token_bytes
 from tasks.data.generated import character_tokenizer
-from tasks.data.token_bytes import token_bytes
 from tasks.engine.ends import complete_after
 from tasks.engine.protocol import (
     COMPLETIONS,

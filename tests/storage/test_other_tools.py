@@ -10,7 +10,7 @@ import pytest
 
 from storage.backends.root import Root, open_root
 from storage.manifest import need
-from storage.reader import read_stored_table, row_views
+from storage.parts import read_stored_table, row_views
 from storage.upkeep.archive import compact
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import GROUPS, SAMPLES, make_run

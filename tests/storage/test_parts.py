@@ -12,8 +12,7 @@ import pytest
 from storage import kill_points
 from storage.errors import DigestMismatch, InputError, PartMissing, SchemaMismatch, StorageError
 from storage.kill_points import Point
-from storage.parts import PartWriter, is_intact, materialize, read_part, read_parts, read_table
-from storage.reader import flat
+from storage.parts import PartWriter, flat, is_intact, materialize, read_part, read_parts, read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.stages.names import Stage
 from tests.storage.flaky import flaky_root

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pytest
 
 from storage.errors import SchemaMismatch, StorageError
-from storage.parts import PartWriter
-from storage.reader import flat, read_stored_table, row_views
+from storage.parts import PartWriter, flat, read_stored_table, row_views
 from storage.schema import ROLLOUT
 from tasks.stages.names import Stage
 from tests.storage.tables import list_column, manifest, rollout_table

@@ -15,6 +15,7 @@ from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
@@ -32,7 +33,6 @@ from trainer_core.config import (
 from trainer_core.lora import check_targets
 from trainer_core.model.adapters import Adapters, adapt
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
-from trainer_core.model.fusion import fuse_accumulation
 from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.parts import walk
@@ -337,3 +337,29 @@ def _wrap(
         functions: Any = [chunk.no_sync for chunk in chunks]  # what the interleaved schedule takes
         provider.no_sync_func = functions if len(functions) > 1 else functions[0]
     return chunks
+
+
+_OURS, _THEIRS = "gradient_accumulation_fusion", "fuse_wgrad_accumulation"
+
+
+def fuse_accumulation(built: Built, config: MegatronConfig) -> None:
+    """Set the fusion of linear layers as configured. Raises InputError: a layer has no kernel for it."""
+    outputs = built.outputs
+    for module in built.modules:
+        output = module in outputs
+        if config.output_gradient_accumulation_fusion if output else config.gradient_accumulation_fusion:
+            _fuse(module, "output_" if output else "")
+
+
+def _fuse(module: torch.nn.Module, kind: str) -> None:
+    own = vars(module)
+    if _THEIRS in own:
+        own[_THEIRS] = True
+    elif _OURS in own:
+        if not layers._grad_accum_fusion_available:  # pyright: ignore[reportPrivateUsage]
+            raise InputError(
+                f"megatron.{kind}gradient_accumulation_fusion is to be True, but {type(module).__name__} runs with "
+                "False: without Transformer Engine, and in the output layer, it needs Apex's "
+                "fused_weight_gradient_mlp_cuda; install it, or leave the setting out"
+            )
+        own[_OURS] = True

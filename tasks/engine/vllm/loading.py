@@ -61,6 +61,7 @@ class Lane(Protocol):
 
     def begin(self) -> None:
         """Prepare the model; from now on it must not compute."""
+        ...
 
     def load(self, arriving: Arriving) -> set[str]:
         """Load everything; names of the parameters it went to, as far as loaders report them.
@@ -72,9 +73,11 @@ class Lane(Protocol):
 
     def finish(self) -> None:
         """Derive from the parameters what kernels use."""
+        ...
 
     def look(self) -> None:
         """Begin to see what the parameters hold, after `finish`; a card is not waited for."""
+        ...
 
     def landed(self) -> dict[str, str]:
         """Digest of the part of each tensor that was found in a parameter, by name of the checkpoint's tensor; after
@@ -84,6 +87,7 @@ class Lane(Protocol):
 
     def abandon(self) -> None:
         """Leave the model in a state in which the next update can begin."""
+        ...
 
 
 class InPlace:

@@ -25,8 +25,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tasks.data.backends import read_backend
-from tasks.data.token_bytes import token_bytes
+from tasks.data.backends import read_backend, token_bytes
 from tasks.engine.ends import END, Ends
 from tasks.engine.vllm import BEGUN, STOP_TEXTS
 from tasks.engine.vllm.responses import Response

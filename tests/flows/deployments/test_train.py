@@ -6,8 +6,7 @@ import time
 import pytest
 from prefect.states import Completed
 
-from flows.deployments.attempt import check_places, is_absolute, waiting
-from flows.deployments.explaining import explained, failure_text
+from flows.deployments.attempt import check_places, explained, failure_text, is_absolute, waiting
 from flows.deployments.process import is_ours
 from flows.deployments.runs import check_goal
 from storage import errors

@@ -2,8 +2,7 @@
 
 import pytest
 
-from flows.proof.faults import Fault
-from flows.proof.kills import chosen, possible
+from flows.proof.faults import Fault, chosen, possible
 from storage.errors import InputError
 from storage.kill_points import Point
 from tasks.config.run import RunConfig

@@ -23,8 +23,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import commit, need
-from storage.parts import PartWriter
-from storage.reader import read_stored_table
+from storage.parts import PartWriter, read_stored_table
 from storage.schema import REWARD, ROLLOUT
 from tasks.config.stored import record_config
 from tasks.stages.names import Stage

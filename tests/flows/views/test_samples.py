@@ -13,7 +13,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
-from storage.reader import read_stored_table
+from storage.parts import read_stored_table
 from storage.upkeep.archive import scored
 from tasks.data.tokenizer import StoredTexts
 from tasks.rewards.match import characters

@@ -10,11 +10,10 @@ from flows.views import table
 from flows.views.events import TensorBoard, record_of
 from flows.views.history import read_history
 from flows.views.reports import write_report
-from flows.views.table import MetricsFile, Row, decode, encode, row_of, warmup_csv
+from flows.views.table import GrowingFile, MetricsFile, Row, decode, encode, row_of, warmup_csv
 from flows.views.trackers import TrackedRun
 from storage import layout
 from storage.backends.root import Root, open_root
-from storage.derived import GrowingFile
 from tasks.stages.names import Stage
 from tests.flows.runs import MakeRun, make_manifest
 from tests.flows.views.events import encoded, parsed

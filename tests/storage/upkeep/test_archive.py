@@ -10,7 +10,7 @@ import pytest
 
 from storage.errors import InputError
 from storage.ownership.scratch import sweep
-from storage.reader import read_stored_table
+from storage.parts import read_stored_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, compact, compact_new
 from tasks.stages.names import WORKFLOW, Stage

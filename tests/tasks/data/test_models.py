@@ -8,7 +8,7 @@ from storage.errors import InputError
 from tasks.config.model import ModelSection
 from tasks.data.hub import HubId, hub_id, is_hub_id
 from tasks.data.models import copy_files, count_parameters, fill_model_directory, find_model
-from tasks.model_checks.weights import check_weights
+from tasks.model_checks.fitness import check_weights
 from tests.bad_input import models
 
 TAKEN = {

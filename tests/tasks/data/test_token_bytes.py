@@ -4,9 +4,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from storage.errors import InputError
-from tasks.data.backends import Plain
+from tasks.data.backends import Plain, token_bytes
 from tasks.data.generated import character_tokenizer
-from tasks.data.token_bytes import token_bytes
 
 TEXT = "a \N{EURO SIGN}\N{GRINNING FACE}\n\x00\N{LATIN SMALL LETTER E WITH ACUTE} z"
 

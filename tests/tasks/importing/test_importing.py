@@ -14,7 +14,7 @@ import pytest
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import find, need
-from storage.reader import read_stored_table
+from storage.parts import read_stored_table
 from storage.turns import ended_by, sampled_by
 from storage.upkeep.archive import compact
 from storage.upkeep.catalog import runs

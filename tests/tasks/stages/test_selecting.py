@@ -11,8 +11,7 @@ import pytest
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StorageError
 from storage.manifest import Manifest, commit, need, revisions
-from storage.parts import PartWriter
-from storage.reader import read_stored_table
+from storage.parts import PartWriter, read_stored_table
 from storage.revisions import record_choice, record_rerun
 from storage.schema import REWARD, ROLLOUT, SELECTION
 from storage.upkeep.fork import fork
