@@ -26,6 +26,11 @@ class Tool(NamedTuple):
     arguments: TypeAdapter[Any]
     function: Callable[..., Any]
 
+    @property
+    def name(self) -> str:
+        """The name by which the policy calls it."""
+        return self.definition["function"]["name"]
+
     async def called(self, arguments: str) -> str:
         """The result of a call. Raises ToolError: the arguments are wrong, or the function says so; and whatever else
         it raises."""
@@ -54,16 +59,19 @@ class Tools:
         """Functions with types and a docstring, or pairs of a definition and a function. The record's field `prompt` is
         a text, or messages. `reward` and its `arguments` score the last answer where `judge` is not overridden. Raises
         InputError: one is no tool, or the reward function is not known or takes other arguments."""
-        found = [_tool(None, one) if callable(one) else _tool(*one) for one in offered]
-        self._tools = {one.definition["function"]["name"]: one for one in found}
-        if len(self._tools) < len(found):
-            raise InputError(f"two of the tools {', '.join(map(_name, found))} have one name: rename one")
-        self.tools = [one.definition for one in found]
+        self.offer([_tool(None, one) if callable(one) else _tool(*one) for one in offered])
         self._reward, self._prompt, self._arguments = find_reward(reward, "reward").load().function, prompt, arguments
         try:
             inspect.signature(self._reward).bind(record={}, response="", **arguments)
         except TypeError as error:
             raise InputError(f"reward = {reward!r} cannot be called with {arguments}: {error}") from None
+
+    def offer(self, found: Sequence[Tool]) -> None:
+        """Show these tools, and no others. Raises InputError: two have one name."""
+        self._tools = {one.name: one for one in found}
+        if len(self._tools) < len(found):
+            raise InputError(f"two of the tools {', '.join(one.name for one in found)} have one name: rename one")
+        self.tools = [one.definition for one in found]
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> Observation:
         self.record = record
@@ -93,10 +101,6 @@ class Tools:
         except ToolError as error:
             said = f"error: {error}"
         return {"role": "tool", "name": name, "content": said}
-
-
-def _name(tool: Tool) -> str:
-    return tool.definition["function"]["name"]
 
 
 def _tool(definition: Definition | None, function: Callable[..., Any]) -> Tool:
