@@ -49,10 +49,19 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """A server that refuses no connection of a judge's requests at once, however late it accepts them.
+
+    Python's default is a queue of five; a busy machine resets what comes beyond.
+    """
+
+    request_queue_size = 256
+
+
 @contextmanager
 def judging(judge):
     """The address of the judge."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     server.judge, judge.stop = judge, threading.Event()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
