@@ -64,6 +64,14 @@ ENVIRONMENTS = (
         _TOOLS,
     ),
     Mutant(
+        "answers-are-computed-again",
+        "the prefix cache lacks the answers, so each turn computes those before it again",
+        "tasks/engine/vllm/scheduler.py",
+        "        self.kv_cache_manager.cache_blocks(request, min(left.computed - left.flying, request.num_tokens))\n",
+        "",
+        ("tests/tasks/engine/vllm/test_engine.py",),
+    ),
+    Mutant(
         "hanging-environment-stays",
         "the process of an environment that hangs is not ended",
         "tasks/environments/host.py",

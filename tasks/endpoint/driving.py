@@ -21,7 +21,17 @@ from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.endpoint.sessions import Session
 from tasks.engine.protocol import Sampling, TokenIds
 from tasks.environments.calls import Reader
-from tasks.environments.conversation import Limits, Note, Played, Task, answer_of, called_with, failures_of, since
+from tasks.environments.conversation import (
+    Limits,
+    Note,
+    Played,
+    Task,
+    answer_of,
+    called_with,
+    course_of,
+    failures_of,
+    since,
+)
 from tasks.environments.hosting import EnvironmentFailed, Host
 from tasks.environments.sampler import Sampler
 from tasks.environments.scores import Course, Kept, PlayedScore
@@ -89,7 +99,8 @@ class Driver:
             else:
                 row, took = _row(session), session.sampling_s
                 score = PlayedScore(rewards=(*[None] * (row.answers - 1), reward))
-                course = Course(failures=failures_of(failures), environment_s=(since(clock) - took,), sampling_s=took)
+                failed, spent = failures_of(failures), (since(clock) - took,)
+                course = course_of(row, failures=failed, environment_s=spent, sampling_s=took)
                 return Played(row, Kept(score=score, course=course))
             finally:
                 self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function

@@ -151,6 +151,9 @@ class Finished(NamedTuple):
     weight_version: int | None = None
     """Version of the weights that the engine served when it began with the batch; None if that was stamped with none.
     Where an update keeps requests that are under way, their last tokens are of a later one."""
+    cached: tuple[int, int] | None = None
+    """Tokens of the prompts that the prefix cache held, and those of one of its blocks; None of an engine that does not
+    tell."""
 
 
 class Every(NamedTuple):

@@ -257,16 +257,21 @@ def _result(task: Task, conversation: Conversation) -> Played:
     rewards = tuple(event.reward for event in conversation.events if event.kind == "told")
     sampled = sum(event.seconds for event in conversation.events) - conversation.spent
     environment = tuple(event.seconds for event in conversation.events if event.kind != "called")
-    failures = failures_of(conversation.failures)
+    failures, row = failures_of(conversation.failures), conversation.trajectory or Trajectory(task.prompt)
     kept = Kept(
         score=PlayedScore(
             rewards=rewards,
             failure=None if conversation.ended else failures[-1],
             rewritten=conversation.rewritten,
         ),
-        course=Course(failures=failures, environment_s=environment, sampling_s=sampled),
+        course=course_of(row, failures=failures, environment_s=environment, sampling_s=sampled),
     )
-    return Played(conversation.trajectory or Trajectory(task.prompt), kept)
+    return Played(row, kept)
+
+
+def course_of(row: Trajectory, **more: Any) -> Course:
+    """The course of a conversation with its row."""
+    return Course(eligible_blocks=row.eligible, cached_blocks=row.hits, **more)
 
 
 def since(clock: float) -> float:

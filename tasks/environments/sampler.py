@@ -151,4 +151,4 @@ class EngineSampler(Sampler):
 
 def _answer(batch: Finished) -> Answer:
     tokens, logprobs = (batch.completions.column(at)[0].values.to_numpy() for at in (0, 1))  # of the one request
-    return Answer(tokens, logprobs, batch.completions.column(2)[0].as_py(), batch.weight_version)
+    return Answer(tokens, logprobs, batch.completions.column(2)[0].as_py(), batch.weight_version, batch.cached)

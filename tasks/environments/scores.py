@@ -48,6 +48,10 @@ class Course(BaseModel, frozen=True, extra="forbid"):
     """Seconds of the last environment: of its beginning, and of each answer; of a function that drives, in all."""
     sampling_s: float
     """Seconds of waiting for the engines, for the answers that are in its row."""
+    eligible_blocks: int = 0
+    """Full blocks of tokens before its later answers that the prefix cache of an engine had from an earlier one."""
+    cached_blocks: int = 0
+    """Those of them that were there."""
 
 
 class Kept(BaseModel, frozen=True, extra="forbid"):
@@ -69,9 +73,11 @@ def read_scores(content: bytes) -> list[PlayedScore]:
 def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
     """Metrics of conversations: turns are answers of the policy; `rewritten` counts conversations with earlier turns
     that the chat template would rewrite; seconds are summed over conversations, many of which are played at a time; a
-    failure that was not the last one of its conversation was retried."""
+    failure that was not the last one of its conversation was retried; `prefix_cache_hits` is the share of the full
+    blocks of earlier turns that engines did not compute again."""
     turns = [len(one.score.rewards) for one in kept]
     reasons = Counter(failure.reason for one in kept for failure in one.course.failures)
+    eligible, cached = (sum(vars(one.course)[f"{name}_blocks"] for one in kept) for name in ("eligible", "cached"))
     lost = sum(one.score.failure is not None for one in kept)
     return {
         "turns_mean": sum(turns) / len(turns),
@@ -81,5 +87,6 @@ def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
         "sampling_s": sum(one.course.sampling_s for one in kept),
         "environment_failures": float(reasons.total()),
         "environment_failures_retried": float(reasons.total() - lost),
+        **({"prefix_cache_hits": cached / eligible} if eligible else {}),
         **{f"environment_failures_{reason}": float(count) for reason, count in sorted(reasons.items())},
     }

@@ -20,6 +20,7 @@ class Answer(NamedTuple):
     logprobs: NDArray[np.float32]  # of each of them, nat
     finish_reason: str  # stop, length or abort
     weight_version: int | None  # iteration whose weights sampled them
+    cached: tuple[int, int] | None = None  # as `tasks.engine.protocol.Finished`
 
 
 class Trajectory:
@@ -30,6 +31,9 @@ class Trajectory:
         self.prompt = np.asarray(prompt, np.int32)
         self.turns: list[dict[str, Any]] = []  # as `storage.schema.TURN`
         self.length = 0  # tokens after the prompt
+        self.eligible = 0  # full blocks of tokens that the prefix cache of an engine had from an earlier answer
+        self.hits = 0  # those of them that were there
+        self._before = 0  # tokens up to the end of the last answer
         self._pieces: list[Answer] = []  # one for each turn; those that were not sampled have no log-probability
 
     def observe(self, tokens: TokenIds, role: str, **more: Any) -> None:
@@ -39,7 +43,12 @@ class Trajectory:
 
     def answer(self, answer: Answer, **more: Any) -> None:
         """Append what the policy has sampled after all tokens before it."""
+        if answer.cached is not None:
+            there, block = answer.cached
+            full = max(0, self._before - 1) // block  # the last token was sampled, and never read
+            self.eligible, self.hits = self.eligible + full, self.hits + min(full, there // block)
         self._append(answer, {"role": ASSISTANT, "finish_reason": answer.finish_reason, **more})
+        self._before = len(self.prompt) + self.length
 
     @property
     def answers(self) -> int:

@@ -53,6 +53,8 @@ class Answer:
     """One for each of them; empty if they were not asked for."""
     prompt_logprobs: NDArray[np.float32]
     """One for each token of the prompt but the first; empty if they were not asked for."""
+    cached: int
+    """Tokens of the prompt that the prefix cache held."""
     finish_reason: str | None
     """As vLLM calls it; None of one that goes on, whose new tokens these are."""
 
@@ -116,6 +118,11 @@ class Core:
         return "second" if self.config.use_v2_model_runner else "first"
 
     @property
+    def block(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        return self.config.cache_config.block_size
+
+    @property
     def asleep(self) -> bool:
         """True if the engine has freed the card's memory."""
         return self._asleep
@@ -163,6 +170,7 @@ def _answer(last: EngineCoreOutput) -> Answer:
         token_ids=np.asarray(last.new_token_ids, dtype=np.int32),
         logprobs=none if sampled is None else sampled.logprobs[:, 0],  # (T, 1) -> (T,)
         prompt_logprobs=none if prompt is None else prompt.logprobs[:, 0].numpy(),  # (T - 1, 1) -> (T - 1,)
+        cached=0 if last.prefill_stats is None else last.prefill_stats.num_cached_tokens,
         finish_reason=None if last.finish_reason is None else str(last.finish_reason),
     )
 

@@ -131,7 +131,7 @@ class Engine(EngineProtocol):
     def generate(self, prompts: Sequence[TokenIds], seeds: Sequence[int], sampling: Sampling) -> pa.RecordBatch:
         self._drop()
         self.enqueue(0, prompts, seeds, sampling)
-        return _finished(self._complete()).completions
+        return self._result(self._complete()).completions
 
     def enqueue(
         self,
@@ -164,7 +164,7 @@ class Engine(EngineProtocol):
             if time.monotonic() >= deadline:
                 break
         self._given, self._grown = self._grown, []
-        return Collected([_finished(batch) for batch in finished], ended, self._given)
+        return Collected([self._result(batch) for batch in finished], ended, self._given)
 
     def drop(self) -> dict[str, list[Increment]]:
         self._drop()
@@ -328,13 +328,13 @@ class Engine(EngineProtocol):
             finished += self._step()[1]
         return finished[0]
 
+    def _result(self, batch: Batch) -> Finished:
+        cached = sum(one.cached for one in batch.answers), self._core.block
+        return Finished(batch.number, _completions(batch.answers, batch.begun), batch.weight_version, cached)
+
     def _check_usable(self) -> None:
         if isinstance(self._held, Unusable):
             raise unusable_weights(self._held.reason)
-
-
-def _finished(batch: Batch) -> Finished:
-    return Finished(batch.number, _completions(batch.answers, batch.begun), batch.weight_version)
 
 
 def _completions(answers: Sequence["Answer"], begun: Sequence[Begun]) -> pa.RecordBatch:

@@ -20,6 +20,7 @@ class Response:
     def __init__(self, line: int, request: Request | None = None) -> None:
         self.tokens, self.logprobs = array("i"), array("f")  # 8 bytes a token: objects of Python take ten times that
         self.line = line  # of the table of ends, after the tokens
+        self._prefill = None if request is None else request.prefill_stats  # vLLM fills it in
         how = None if request is None else request.sampling_params
         self._every = ((how.extra_args or {}) if how is not None else {}).get(EVERY) or _NEVER
         self._told = 0
@@ -42,6 +43,7 @@ class Response:
 
     def whole(self, last: EngineCoreOutput) -> EngineCoreOutput:
         """The last output of the request, with all tokens and, if they were asked for, their log-probabilities."""
+        last.prefill_stats = self._prefill
         return _with(last, np.asarray(self.tokens, np.int32), np.asarray(self.logprobs, np.float32))
 
     def grown(self, name: str, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> EngineCoreOutput:

@@ -54,6 +54,17 @@ def test_turns_of_a_trajectory_become_a_row_of_a_rollout():
     assert set(found["turns"][0][0]) == {field.name for field in TURN}
 
 
+def test_blocks_of_earlier_turns_are_eligible_for_the_prefix_cache():
+    one = Trajectory(list(range(10)))
+    one.answer(answered(*range(7))._replace(cached=(8, 4)))  # of another conversation with this prompt
+    assert (one.hits, one.eligible) == (0, 0)
+    one.observe([1], "tool")
+    one.answer(answered(5)._replace(cached=(12, 4)))  # of 16, which the last of 17 tokens does not fill
+    assert (one.hits, one.eligible) == (3, 4)
+    one.answer(answered(5)._replace(cached=None))
+    assert (one.hits, one.eligible) == (3, 4)
+
+
 USER, SAID = {"role": "user", "content": "one and one"}, {"role": "assistant", "content": "is two"}
 MORE = {"role": "user", "content": "and three"}
 

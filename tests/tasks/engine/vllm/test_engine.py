@@ -75,6 +75,20 @@ def test_greedy_takes_the_likeliest_token(fresh):
         assert logits.argmax(axis=-1).tolist() == response
 
 
+def test_full_blocks_of_an_earlier_turn_come_from_the_prefix_cache(fresh):
+    def asked(prompt):
+        fresh.engine.enqueue(0, [prompt], [7], Sampling(max_tokens=CONTEXT // 2))
+        finished = []
+        while not finished:
+            finished = fresh.engine.collect(60.0).finished
+        return finished[0].completions["response_tokens"].to_pylist()[0], finished[0].cached
+
+    first, (none, block) = asked(PROMPTS[9])
+    known = [*PROMPTS[9], *first]
+    assert (none, len(known) > block) == (0, True)
+    assert asked([*known, 5, 6])[1] == ((len(known) - 1) // block * block, block)
+
+
 def test_a_seed_gives_the_same_sample_whatever_is_sampled_beside_it(fresh):
     first = fresh.engine.generate(PROMPTS, SEEDS, PLAIN)
     assert fresh.engine.generate(PROMPTS, SEEDS, PLAIN).equals(first)
