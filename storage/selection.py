@@ -1,5 +1,6 @@
 """Selections: stored samples of any runs, copied into parts of one, with what they were copied from."""
 
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ _OWN = ("source", "group", "weight_version", "sampled")
 _VERSIONS = ("oldest_version", "newest_version")
 _OF_TOKENS = ("response_tokens", "logprobs")  # with a value for each token of the response, as `sampled`
 _KEYS = ["prompt_id", "sample_id"]
+_MOST = 1 << 23  # bytes
 OFFERED = pa.schema([*(field for field in SELECTION if field.name not in _OWN), *_DERIVED])
 """Columns of a sample that a filter may name."""
 
@@ -124,25 +126,33 @@ def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[
             )
 
 
-def offered_columns(root: Root, rollout: Manifest, reward: Manifest | None, names: Iterable[str]) -> Iterator[pa.Table]:
-    """The ids of the samples and the columns `names` of OFFERED, a stored part at a time; of lists only the lengths:
-    their values are null. Little else is decompressed, so a million samples take about a second of processor. Raises as
-    `offered`, but does not look for samples that are there twice."""
+def offered_columns(
+    root: Root, rollout: Manifest, reward: Manifest | None, names: Iterable[str], most: int = _MOST
+) -> Iterator[pa.Table]:
+    """The ids of the samples and the columns `names` of OFFERED, parts of `most` stored bytes at a time; of lists only
+    the lengths: their values are null. Little else is decompressed, so a million samples take about a second of
+    processor. Raises as `offered`, but does not look for samples that are there twice."""
     wanted = {*_KEYS, *names}
     schema = pa.schema([_hollow(field) for field in OFFERED if field.name in wanted])
     needed = _needed(wanted)
     scores = [name for name in _SCORES if name in wanted]
     table = REWARD.empty_table() if reward is None or not scores else read_table(root, reward, REWARD, _KEYS + scores)
     begin = 0
-    for part in rollout.parts:
-        if part.rows is not None:
-            samples = read_parts(root, [part], ROLLOUT, needed)
-            own, begin = table.slice(begin, samples.num_rows), begin + samples.num_rows
-            if scores and not own.select(_KEYS).equals(samples.select(_KEYS)):  # scored in another order
-                own = table.take(pc.index_in(sample_keys(samples), value_set=sample_keys(table)))  # pyright: ignore[reportAttributeAccessIssue]
-            joined = {name: samples[name] for name in needed} | {name: own[name] for name in scores}
-            columns = _with_derived(joined, samples, rollout.revision, wanted)
-            yield pa.table([columns[name] for name in schema.names], schema=schema)
+    for parts in _together([part for part in rollout.parts if part.rows is not None], most):
+        samples = read_parts(root, parts, ROLLOUT, needed)
+        own, begin = table.slice(begin, samples.num_rows), begin + samples.num_rows
+        if scores and not own.select(_KEYS).equals(samples.select(_KEYS)):  # scored in another order
+            own = table.take(pc.index_in(sample_keys(samples), value_set=sample_keys(table)))  # pyright: ignore[reportAttributeAccessIssue]
+        joined = {name: samples[name] for name in needed} | {name: own[name] for name in scores}
+        columns = _with_derived(joined, samples, rollout.revision, wanted)
+        yield pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _together(parts: Sequence[Part], most: int) -> Iterator[list[Part]]:
+    """The parts in their order, neighbours together up to `most` bytes: each call of Arrow then has more to do."""
+    sizes = itertools.accumulate(part.bytes for part in parts)
+    for _, group in itertools.groupby(zip(sizes, parts, strict=True), key=lambda one: one[0] // most):
+        yield [part for _, part in group]
 
 
 def _needed(wanted: Collection[str]) -> list[str]:

@@ -227,16 +227,14 @@ class Root:
 
     def _retried[T](self, call: Callable[[], T], attempts: int = 1) -> T:
         """The result of `call`, repeated with growing random pauses while the store is busy or away."""
-        for attempt in Retrying(
+        retrying = Retrying(
             retry=retry_if_exception(self.backend.is_temporary),
             stop=stop_all(stop_after_attempt(attempts), stop_before_delay(self.patience)),
             wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
             before_sleep=_said_once(self.patience),
             reraise=True,
-        ):
-            with attempt:
-                return call()
-        raise AssertionError("tenacity returns or raises")
+        )
+        return retrying(call)
 
 
 @contextlib.contextmanager

@@ -68,11 +68,14 @@ def test_the_command_is_one_that_the_command_line_reads(root: Root):
     assert common.root == root.url
 
 
+@pytest.mark.parametrize("most", [1, 1 << 23])
 @pytest.mark.parametrize("name", OFFERED.names)
-def test_a_column_alone_is_that_of_the_whole_table(root: Root, name: str):
+def test_a_column_alone_is_that_of_the_whole_table(root: Root, name: str, most: int):
     rollout, reward = need(root, RUN, 1, Stage.ROLLOUT), need(root, RUN, 1, Stage.REWARD)
-    whole = pa.concat_tables(offered(root, rollout, reward))[name]
-    found = pa.concat_tables(offered_columns(root, rollout, reward, [name]))[name]
+    every = list(offered(root, rollout, reward))
+    whole, tables = pa.concat_tables(every)[name], list(offered_columns(root, rollout, reward, [name], most))
+    found = pa.concat_tables(tables)[name]
+    assert len(tables) == (len(every) if most == 1 else 1) < 4
     if pa.types.is_list(whole.type):  # of lists there are the lengths
         found, whole = pc.list_value_length(found), pc.list_value_length(whole)
     assert found.equals(whole)
