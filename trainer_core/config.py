@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from storage.errors import InputError
-from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
 from trainer_core.lora import LoraConfig
 from trainer_core.marks import RUNTIME, decides
 from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.optimizer_config import CriticConfig, OptimizerConfig
 
 Recompute = Literal["none", "attention", "layers"]
 Attention = Literal["auto", "flash", "fused", "unfused"]
@@ -92,57 +92,6 @@ class ParallelConfig(Frozen):
         return f"tp{self.tensor}{' sp' * self.sequence} pp{self.pipeline}{virtual}{context} dp{self.data}{experts}"
 
 
-class OptimizerConfig(Frozen):
-    """AdamW and its learning-rate schedule; one step of the schedule is one optimizer update."""
-
-    learning_rate: float = Field(ge=0)
-    """Peak learning rate, reached at the end of the warm-up."""
-    min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate at and after `decay_steps`."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises linearly from 0."""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning-rate decay after the warm-up."""
-    decay_steps: int = Field(default=1_000_000, ge=1)
-    """Updates, warm-up included, until the decay ends."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay of matrices; norms and biases are not decayed."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    clip_grad: float = Field(default=1.0, ge=0)
-    """Largest global gradient norm; 0 disables clipping."""
-
-    @model_validator(mode="after")
-    def _schedule_is_possible(self) -> "OptimizerConfig":
-        if self.warmup_steps >= self.decay_steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} must be below decay_steps {self.decay_steps}")
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
-        if found := without_effect(self, _UNUSED):
-            raise ValueError("\n  ".join(found))
-        return self
-
-
-def _without_decay(config: OptimizerConfig) -> str | None:
-    return 'decay = "constant"' if config.decay == "constant" else None
-
-
-_UNUSED: tuple[Unused[OptimizerConfig], ...] = (
-    Unused("min_learning_rate", _without_decay),
-    Unused("decay_steps", _without_decay),
-    Unused(
-        "decay",
-        lambda config: (
-            "min_learning_rate = learning_rate" if config.min_learning_rate == config.learning_rate else None
-        ),
-    ),
-)
-
-
 class MegatronConfig(Frozen):
     """Megatron's settings of a step. No result depends on them. One that does not take effect stops the trainer."""
 
@@ -210,6 +159,8 @@ class TrainerConfig(Frozen):
     # a run without it does not have the key in its meaning
     lora: Annotated[LoraConfig | None, decides("prepare", "train")] = Field(default=None, exclude_if=operator.not_)
     """Train low-rank adapters beside frozen weights (LoRA) instead of the weights."""
+    critic: CriticConfig | None = Field(default=None, exclude_if=operator.not_)
+    """Model that estimates the return of each token, for `policy.advantage.type = "gae"` (PPO)."""
     micro_batch_tokens: Annotated[int, RUNTIME] = Field(default=8192, ge=1)
     """Most tokens per rank in one micro-batch; a sequence of which a rank holds more goes alone. With
     `parallel.context` each rank holds its part of every sequence, so that a micro-batch has as many times more."""
@@ -227,6 +178,18 @@ class TrainerConfig(Frozen):
         megatron = self.megatron
         if self.lora and (megatron.gradient_accumulation_fusion or megatron.output_gradient_accumulation_fusion):
             raise ValueError("with lora weights have no gradients: leave megatron.gradient_accumulation_fusion out")
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_is_of_use(self) -> "TrainerConfig":
+        kind = f'policy.advantage.type = "{self.policy.advantage.type}"'
+        if self.policy.needs_values and self.critic is None:
+            raise ValueError(f"{kind} needs the values of a critic: add the table critic, or choose another type")
+        if self.critic is not None and not self.policy.needs_values:
+            repair = 'set policy.advantage.type = "gae", with a loss and rewards that use it'
+            raise ValueError(f"critic has no effect with {kind}: leave the table out, or {repair}")
+        if self.critic is not None and self.lora is not None:
+            raise ValueError("a critic trains all its weights, which lora is to save: leave critic or lora out")
         return self
 
 

@@ -14,10 +14,11 @@ from trainer_core.collector import paused
 from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
-from trainer_core.model.model import build_model, read_weights
+from trainer_core.model.model import Model, build_model, read_weights
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Passes
 from trainer_core.model.replay import Graphs, Recorders
+from trainer_core.phases.critic import Critic
 from trainer_core.phases.policy import PolicyPhase
 from trainer_core.phases.reference import Reference
 from trainer_core.phases.supervised import SupervisedPhase
@@ -25,7 +26,16 @@ from trainer_core.phases.teacher import Teacher
 from trainer_core.platform.platform import Platform
 from trainer_core.protocol import Generators, LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.checkpoint import Saver, base_digest, load_state
-from trainer_core.state.facts import LoraFacts, StateFacts, StateIdentity, check_base, check_modules, read_facts
+from trainer_core.state.facts import (
+    CRITIC,
+    LoraFacts,
+    StateFacts,
+    StateIdentity,
+    check_base,
+    check_critic,
+    check_modules,
+    read_facts,
+)
 from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.exchange import agree
 from trainer_core.weights.update import Update
@@ -48,6 +58,9 @@ class Trainer(TrainerProtocol):
         self._optimizer: Optimizer | None = None
         self._reference: Reference | None = None
         self._reference_identity: str | None = None
+        self._critic: Critic | None = None
+        if config.critic is not None:
+            self._critic = Critic(model_dir, config, config.critic, self._mesh, platform, rank.chooses_kernels)
         self._teacher: tuple[Path, Teacher] | None = None
         self._identity: str | None = None
         self._lora: LoraFacts | None = None
@@ -70,7 +83,7 @@ class Trainer(TrainerProtocol):
         with self._model.weights("writable"):
             for adapter in self._model.adapters.values():
                 adapter.begin(self._config.seed)
-        self._optimizer = Optimizer(self._model, self._config.optimizer)
+        self._begin()
         rng.seed_rank(self._config.seed)
         self._generators, self._step = "continued", 0
 
@@ -79,12 +92,15 @@ class Trainer(TrainerProtocol):
         if self._config.lora is not None and self._lora is None:
             self._read_model()
         facts = self._checked_facts(directory)
+        check_critic(directory, self._critic is not None)
         restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         with self._model.weights("writable"):
             load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
             identity = self._saver.identity(self._optimizer, facts)
+        if self._critic is not None:
+            identity = identity.with_critic(self._critic.load(directory / CRITIC, self._transformer_engine))
         self._step = facts.step
         self._generators = "restored" if restore_rng else "reseeded"
         generators, updates = self._generators, facts.optimizer_updates
@@ -92,14 +108,20 @@ class Trainer(TrainerProtocol):
 
     def save(self, directory: Path) -> SavedFiles:
         optimizer = self._live_optimizer()
+        facts = self._facts(optimizer)
         with self._model.weights("readable"):
-            names, identity = self._saver.save(directory, optimizer, self._facts(optimizer))
+            names, identity = self._saver.save(directory, optimizer, facts)
+        if self._critic is not None:
+            more, digest = self._critic.save(directory / CRITIC, facts)
+            names, identity = [*names, *(f"{CRITIC}/{name}" for name in more)], identity.with_critic(digest)
         return SavedFiles(tuple(names), identity)
 
     def state_identity(self) -> StateIdentity:
         optimizer = self._live_optimizer()
+        facts = self._facts(optimizer)
         with self._model.weights("readable"):
-            return self._saver.identity(optimizer, self._facts(optimizer))
+            identity = self._saver.identity(optimizer, facts)
+        return identity if self._critic is None else identity.with_critic(self._critic.identity(facts))
 
     def _facts(self, optimizer: Optimizer) -> StateFacts:
         return StateFacts(
@@ -116,7 +138,7 @@ class Trainer(TrainerProtocol):
         self._changes()
         self._check_length(samples)
         optimizer, seed = self._live_optimizer(), (self._config.seed, self._step)
-        phase = PolicyPhase(self._passes, optimizer, self._config.policy, temperature, seed)
+        phase = PolicyPhase(self._passes, optimizer, self._config.policy, temperature, seed, self._critic)
         reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None
         if self._config.policy.needs_reference and reference_logprobs is None:
             raise InputError(
@@ -139,7 +161,7 @@ class Trainer(TrainerProtocol):
         phase = SupervisedPhase(self._passes, self._live_optimizer(), self._config.seed)
         report = phase.run(examples, steps, batch_size)
         if optimizer is not None:
-            self._optimizer = Optimizer(self._model, self._config.optimizer)
+            self._begin()
         self._step += int(report["steps"])
         return report
 
@@ -184,10 +206,11 @@ class Trainer(TrainerProtocol):
             return self._send(update, digest, channel)
 
     def release(self, memory: MemoryConfig) -> int:
-        return self._model.release(memory)
+        return sum(model.release(memory) for model in self._models)
 
     def resume(self) -> None:
-        self._model.residence.resume()
+        for model in self._models:
+            model.residence.resume()
 
     def close(self) -> None:
         leave()
@@ -234,6 +257,16 @@ class Trainer(TrainerProtocol):
         if isinstance(sent, RatchetError):
             raise sent
         return sent
+
+    @property
+    def _models(self) -> list[Model]:
+        return [self._model] if self._critic is None else [self._model, self._critic.model]
+
+    def _begin(self) -> None:
+        """Give the live weights a fresh optimizer, and begin the critic with them."""
+        self._optimizer = Optimizer(self._model, self._config.optimizer)
+        if self._critic is not None:
+            self._critic.begin(self._model)
 
     def _changes(self) -> None:
         """Forget the identity and the plan: the weights are about to change."""

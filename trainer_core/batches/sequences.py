@@ -63,6 +63,8 @@ class Samples(Sequences):
     """(N,) True where there is at least one response token, and a reward if the objective needs rewards."""
     teacher_logprobs: Vector | None = None
     """Log-probabilities of the same tokens by a teacher, in nats; None if there is none."""
+    values: Vector | None = None
+    """Returns that a critic expects from each of these tokens on; None if there is none."""
 
 
 def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.float64]:

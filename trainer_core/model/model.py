@@ -185,6 +185,15 @@ class Model:
         return [chunk.module for chunk in self.chunks]
 
 
+class ValueHead(torch.nn.Linear):
+    """Output layer of a critic, whole on each rank of the last pipeline stage: a number for each position, in fp32."""
+
+    def forward(self, hidden: torch.Tensor, weight: None = None) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Values (R, 1, 1) of hidden states (R, 1, H), and no bias that is still to be added."""
+        assert weight is None, "a critic does not share its output layer"
+        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()), None
+
+
 def _predicted_logits(
     *,
     hidden_states: torch.Tensor,
@@ -224,11 +233,17 @@ def read_weights(model: Model) -> None:
 
 
 def build_model(
-    model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool, frozen: bool = False
+    model_dir: str,
+    config: TrainerConfig,
+    platform: Platform,
+    deterministic: bool,
+    frozen: bool = False,
+    values: bool = False,
 ) -> Model:
     """Build the model; its weights are set later. Collective. `deterministic` makes Megatron choose kernels whose
-    results do not depend on timing. A `frozen` model has no gradients. Raises InputError: there is no model, its
-    architecture is not supported, or it does not fit the layout."""
+    results do not depend on timing. A `frozen` model has no gradients, and one of `values` gives a number for each
+    position instead of logits. Raises InputError: there is no model, its architecture is not supported, or it does not
+    fit the layout."""
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     check_context(config, platform.transformer_engine, deterministic)
@@ -240,10 +255,16 @@ def build_model(
         wanted = model_settings(config, platform, deterministic)
         rope = vars(bridge.hf_pretrained.config).get("rope_parameters") or {}
         wanted |= provider_settings(provider, rope, config.experts)
+        if values:
+            wanted["share_embeddings_and_output_weights"] = False
         _configure(provider, wanted)
         with _refusals():
             on_cpu = provider.use_cpu_initialization
             modules = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
+        for module in unwrap_model(modules) if values else []:
+            if "output_layer" in module._modules:
+                like = module.output_layer.weight
+                module.output_layer = ValueHead(provider.hidden_size, 1, device=like.device, dtype=like.dtype)
         adapters = _adapted(modules, bridge, provider, config, frozen)
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)

@@ -17,6 +17,8 @@ class AdvantageTable(Frozen):
     runs_user_code: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
     """One value for each response token, not for each sample."""
+    needs_values: ClassVar[bool] = False
+    """The values of a critic are compared with the rewards."""
 
     @property
     def compares(self) -> str | None:
@@ -53,6 +55,26 @@ class BatchAdvantage(AdvantageTable):
         return "advantage.baseline = true" if self.baseline else None
 
 
+class GeneralizedAdvantage(AdvantageTable):
+    """Generalised advantage estimation over the values of a critic (PPO)."""
+
+    type: Literal["gae"] = "gae"
+    """GAE: what follows a token, in rewards and in values of `train.critic`, minus its own value."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of what follows, per token."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Weight of later tokens: 0 trusts the next value alone, 1 the rewards alone."""
+    normalize: bool = True
+    """Centre the advantages and divide them by their standard deviation over all trained tokens."""
+    per_token = True
+    needs_values = True
+
+    @property
+    def compares(self) -> str | None:
+        """None: the critic compares."""
+        return None
+
+
 class UserAdvantage(UserTable):
     """Advantages by a function or class of your own."""
 
@@ -60,11 +82,13 @@ class UserAdvantage(UserTable):
     """A function or class of your own, which is given the scored samples: see docs/extending.md."""
     per_token: bool = False
     """It returns a value for each response token, not for each sample."""
+    needs_values: ClassVar[bool] = False
     compares: ClassVar[str | None] = None
 
 
 Advantage = Annotated[
-    GroupAdvantage | LeaveOneOutAdvantage | BatchAdvantage | UserAdvantage, Field(discriminator="type")
+    GroupAdvantage | LeaveOneOutAdvantage | BatchAdvantage | GeneralizedAdvantage | UserAdvantage,
+    Field(discriminator="type"),
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import response_sums
-from trainer_core.objectives.advantage_config import Overlong, OverlongPenalty
+from trainer_core.objectives.advantage_config import GeneralizedAdvantage, Overlong, OverlongPenalty
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.registry import advantage_of
 from trainer_core.objectives.scored import ScoredSamples, members_of
@@ -31,10 +31,23 @@ def token_advantages(
     return np.repeat(advantage_of(policy)(replace(scored, rewards=rewards)), lengths)
 
 
+def token_returns(
+    policy: PolicyConfig, scored: ScoredSamples, penalties: NDArray[np.float64] | None
+) -> NDArray[np.float32]:
+    """(R,) returns that a critic learns: generalised advantages, not normalised, plus the values they were made with.
+    The arguments are those of `token_advantages`."""
+    assert isinstance(policy.advantage, GeneralizedAdvantage) and scored.values is not None
+    rewards = shaped_rewards(policy.overlong, scored.rewards, scored.lengths)
+    given = replace(scored, rewards=rewards, penalties=penalties)
+    return (gae(given, policy.advantage.gamma, policy.advantage.gae_lambda) + scored.values).astype(np.float32)
+
+
 def sample_advantages(policy: PolicyConfig, scored: ScoredSamples) -> NDArray[np.float32] | None:
     """(N,) advantages for display, without the KL in the reward. None if the loss weighs none, if those of a teacher
-    are added, or if code of the user's own computes them: that runs in the trainer's ranks alone."""
-    if not policy.needs_advantages or policy.distill is not None or policy.advantage.runs_user_code:
+    or a critic decide with them, or if code of the user's own computes them: that runs in the trainer's ranks alone."""
+    if not policy.needs_advantages or policy.distill is not None:
+        return None
+    if policy.advantage.runs_user_code or policy.advantage.needs_values:
         return None
     found = np.zeros(len(scored.lengths), dtype=np.float32)
     answered = scored.lengths > 0
@@ -94,12 +107,45 @@ def batch_advantages(scored: ScoredSamples, baseline: bool = False) -> NDArray[n
     """
     rewards = _centred(scored) if baseline else scored.rewards.astype(np.float64)
     returns = returns_to_go(rewards, scored.penalties, scored.lengths)
-    counted = np.repeat(scored.usable, scored.lengths)
-    advantages = np.zeros(len(returns), dtype=np.float32)
-    given = returns[counted]
+    return _normalized(returns, np.repeat(scored.usable, scored.lengths))
+
+
+def generalized_advantages(
+    scored: ScoredSamples, gamma: float, gae_lambda: float, normalize: bool
+) -> NDArray[np.float32]:
+    """(R,) generalised advantages of each token, normalised over all tokens that count as `batch_advantages`, or not.
+    Zero for tokens that do not count."""
+    found, counted = gae(scored, gamma, gae_lambda), np.repeat(scored.usable, scored.lengths)
+    return _normalized(found, counted) if normalize else np.where(counted, found, 0).astype(np.float32)
+
+
+def gae(scored: ScoredSamples, gamma: float, gae_lambda: float) -> NDArray[np.float64]:
+    """(R,) advantage of each response token, A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t. The
+    reward comes with the last token of a response, behind which V and A are 0; the penalties with each. Tokens that the
+    policy has not sampled are no steps. Source: GAE (arXiv 1506.02438) equation 16."""
+    assert scored.values is not None, "the trainer gives the values of its critic"
+    lengths, values = scored.lengths, scored.values.astype(np.float64)
+    last = np.cumsum(lengths)[lengths > 0] - 1
+    found = np.zeros(len(values)) if scored.penalties is None else -scored.penalties
+    found[last] += scored.rewards[lengths > 0]
+    following = np.append(values[1:], 0.0)
+    following[last] = 0.0
+    found += gamma * following - values  # d
+    ahead = last[np.argsort(-lengths[lengths > 0], kind="stable")]  # of long responses first
+    remaining = np.sort(lengths[lengths > 0])[::-1]
+    for step in range(1, int(lengths.max(initial=0))):
+        places = ahead[: np.searchsorted(-remaining, -step)] - step  # of responses with more than `step` tokens
+        found[places] += gamma * gae_lambda * found[places + 1]
+    return found
+
+
+def _normalized(values: NDArray[np.float64], counted: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """(R,) values minus their mean over the tokens that count, divided by their standard deviation; 0 for others, and
+    for all if they are equal."""
+    found, given = np.zeros(len(values), dtype=np.float32), values[counted]
     if len(given) > 1 and np.ptp(given) > 0:
-        advantages[counted] = (given - given.mean()) / np.sqrt(given.var(ddof=1) + _VARIANCE_FLOOR)
-    return advantages
+        found[counted] = (given - given.mean()) / np.sqrt(given.var(ddof=1) + _VARIANCE_FLOOR)
+    return found
 
 
 def returns_to_go(

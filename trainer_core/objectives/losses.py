@@ -72,6 +72,16 @@ def preference_loss(tokens: Tokens) -> TokenLoss:
     return TokenLoss(tokens.values["losses"] - tokens.values["coefficients"] * change, torch.zeros_like(change))
 
 
+def value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, clip: float | None) -> TokenLoss:
+    """(V - R)^2 / 2; with `clip` at least that of V clipped to within `clip` of its value before the updates. Source:
+    the value loss of PPO in OpenAI's baselines (ppo2)."""
+    error = (values - returns).square() / 2
+    if clip is None:
+        return TokenLoss(error, torch.zeros_like(error))
+    limited = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
+    return TokenLoss(torch.maximum(error, limited), (limited > error).float())
+
+
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
     """Estimate KL(q || p) at samples of q from log_ratio = log p(x) - log q(x), elementwise, in nats. k1 = -log r
     (unbiased, may be negative), k2 = (log r)^2 / 2 (biased), k3 = r - 1 - log r (unbiased, not negative). Source: J.

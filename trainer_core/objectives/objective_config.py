@@ -104,6 +104,11 @@ class PolicyConfig(Frozen):
         return self.distill is None or self.distill.reward_weight > 0
 
     @property
+    def needs_values(self) -> bool:
+        """The values of a critic are part of the objective."""
+        return self.needs_advantages and self.needs_rewards and self.advantage.needs_values
+
+    @property
     def needs_entropy(self) -> bool:
         """The entropy is part of the loss."""
         return self.entropy_coefficient != 0 or "entropy" in self.loss.needs

@@ -42,6 +42,7 @@ ADVANTAGES: Mapping[str, Entry] = {
     "grpo": ("trainer_core.objectives.advantages:group_advantages", ("normalize_by_std",)),
     "rloo": ("trainer_core.objectives.advantages:leave_one_out_advantages", ()),
     "reinforce_pp": ("trainer_core.objectives.advantages:batch_advantages", ("baseline",)),
+    "gae": ("trainer_core.objectives.advantages:generalized_advantages", ("gamma", "gae_lambda", "normalize")),
     "custom": ("trainer_core.objectives.custom:user_advantage", ("code",)),
 }
 LOSSES: Mapping[str, Entry] = {

@@ -18,6 +18,8 @@ class ScoredSamples:
     penalties: NDArray[np.float64] | None = None
     """(R,) to subtract from the reward at each response token, such as beta KL; 0 where the sample does not count. Only
     an advantage of single tokens gets them; for others they are subtracted from `rewards`."""
+    values: NDArray[np.float32] | None = None
+    """(R,) returns that a critic expects from each response token on; None without a critic."""
 
 
 def members_of(groups: NDArray[np.int32], usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:

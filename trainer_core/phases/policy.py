@@ -1,7 +1,7 @@
 """The policy phase: one iteration's samples become optimizer updates."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from trainer_core.model import rng
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Gradients, Objective, Passes, TokenScores
-from trainer_core.objectives.advantages import token_advantages
+from trainer_core.objectives.advantages import token_advantages, token_returns
 from trainer_core.objectives.losses import correction_effect, distilled, kl_estimate, policy_loss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preference_report, preference_values
@@ -21,7 +21,8 @@ from trainer_core.objectives.registry import loss_of
 from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.selection import Units, sequence_weights, units_of
 from trainer_core.objectives.tokens import TokenLoss, Tokens, bounded_log_ratio
-from trainer_core.phases.update import UpdateReport, apply_loss, mean_auxiliary_loss
+from trainer_core.phases.critic import Critic
+from trainer_core.phases.update import UpdateReport, apply_loss, mean_auxiliary_loss, mini_batches
 
 NOTHING_LEARNED = {"grad_norm": 0.0, "steps": 0.0, "tokens": 0.0}
 """Report of an iteration of which no sample is left to train on."""
@@ -36,6 +37,7 @@ class PolicyPhase:
     policy: PolicyConfig
     temperature: float  # temperature the samples were drawn at; the trainer's logits are divided by it throughout
     seed: tuple[int, ...]  # seeds the shuffling into mini-batches; differs from iteration to iteration
+    critic: Critic | None = None  # gives the values of generalised advantages, and learns from what they become
 
     def run(self, samples: Samples, reference_logprobs: Vector | None) -> dict[str, float]:
         """Update the policy; returns the report of `TrainerProtocol.train_policy`. Collective. The reference's
@@ -51,11 +53,20 @@ class PolicyPhase:
         rows = np.unique(units)
         if not len(rows):
             return dict(NOTHING_LEARNED)
-        updates, before = self._updates(samples, units, reference_logprobs)
+        if self.critic is not None:
+            samples = replace(samples, values=self.critic.values(samples))
+        warms_up = self.critic is not None and self.critic.warms_up
+        before, values = self._before(samples, units, reference_logprobs, warms_up)
+        learned: dict[str, float] = {}
+        if self.critic is not None:
+            learned = self.critic.learn(samples, rows, values.pop("returns"), self.seed)
+        updates, before = ([], before) if warms_up else self._updates(samples, units, before, values)
+        assert before is not None  # the updates have found it
         chosen = np.isin(np.arange(len(samples)), rows)
         counted = samples.per_response_token(chosen)
         report = {
-            **mean_of(updates),
+            **(mean_of(updates) if updates else {"grad_norm": 0.0, "steps": 0.0}),
+            **learned,
             **engine_difference(samples, before.logprobs, counted),
             **correction_effect(self.policy.correction, samples, before.logprobs, chosen),
             "entropy": float(before.entropy[counted].mean()),
@@ -72,21 +83,29 @@ class PolicyPhase:
             report["kl_teacher"] = mean_kl((samples.teacher_logprobs - before.logprobs)[counted])
         return report
 
-    def _updates(
-        self, samples: Samples, units: Units, reference_logprobs: Vector | None
-    ) -> tuple[list[UpdateReport], TokenScores]:
-        """All updates, and the policy's values before them, by a pass of their own only where the loss needs that."""
+    def _before(
+        self, samples: Samples, units: Units, reference_logprobs: Vector | None, scores: bool
+    ) -> tuple[TokenScores | None, dict[str, Vector]]:
+        """The policy's values before all updates, and what the loss needs. The former come from a pass of their own,
+        which is only taken where the loss needs it, or if it `scores` for another reason."""
         several = self.policy.epochs * self.policy.mini_batches > 1
-        if not (several or self.policy.scores_first):
-            values = self._values(samples, units, None, reference_logprobs)
+        before, rows = None, np.unique(units)
+        if several or scores or self.policy.scores_first:
+            before = self.passes.score(samples, rows, self.temperature, "reported")
+        values = self._values(samples, rows, before, reference_logprobs)
+        if before is not None and several and self.policy.old_policy == "trainer":
+            values["old_logprobs"] = before.logprobs
+        return before, values
+
+    def _updates(
+        self, samples: Samples, units: Units, before: TokenScores | None, values: dict[str, Vector]
+    ) -> tuple[list[UpdateReport], TokenScores]:
+        """All updates, and the policy's values before them, which a single update finds itself."""
+        if before is None:
             update, gradients = self._update(samples, units, values, report_entropy=True)
             return [update], gradients.scores()
-        before = self.passes.score(samples, np.unique(units), self.temperature, "reported")
-        values = self._values(samples, np.unique(units), before, reference_logprobs)
-        if several and self.policy.old_policy == "trainer":
-            values["old_logprobs"] = before.logprobs
         now, updates = before, []
-        for mini_batch in self.mini_batches(units):
+        for mini_batch in mini_batches(units, self.policy, self.optimizer, self.seed):
             rows = np.unique(mini_batch) if self.policy.loss.paired else mini_batch
             if self.policy.loss.paired:
                 now = now if not updates else self.passes.score(samples, rows, self.temperature)
@@ -116,7 +135,7 @@ class PolicyPhase:
         if self.policy.weighs_behaviour:
             values["behaviour_logprobs"] = samples.engine_logprobs
         if self.policy.needs_advantages:
-            values["advantages"] = self._advantages(samples, rows, before, reference_logprobs)
+            values |= self._advantages(samples, rows, before, reference_logprobs)
         return values
 
     def _advantages(
@@ -125,19 +144,25 @@ class PolicyPhase:
         rows: NDArray[np.int64],
         before: TokenScores | None,
         reference_logprobs: Vector | None,
-    ) -> Vector:
-        """(R,) advantage of each response token from rewards, from the teacher, or from both."""
+    ) -> dict[str, Vector]:
+        """(R,) advantage of each response token from rewards, from the teacher, or from both; with a critic the (R,)
+        returns too."""
         usable, found = np.isin(np.arange(len(samples)), rows), np.zeros(0, dtype=np.float32)
-        counted = samples.per_response_token(usable)
+        counted, returns = samples.per_response_token(usable), dict[str, Vector]()
         if self.policy.needs_rewards:
-            scored = ScoredSamples(samples.rewards, samples.groups, usable, samples.response_lengths)
             penalties = self._penalties(counted, before, reference_logprobs)
+            scored = ScoredSamples(
+                samples.rewards, samples.groups, usable, samples.response_lengths, values=samples.values
+            )
             found = token_advantages(self.policy, scored, penalties)
+            if self.critic is not None:
+                returns["returns"] = token_returns(self.policy, scored, penalties)
         if self.policy.distill is None:
-            return found
+            return {"advantages": found, **returns}
         own = samples.engine_logprobs if self.policy.old_policy == "behaviour" or before is None else before.logprobs
         assert samples.teacher_logprobs is not None  # `run` has refused that
-        return distilled(self.policy.distill, found, samples.teacher_logprobs, own, counted)
+        found = distilled(self.policy.distill, found, samples.teacher_logprobs, own, counted)
+        return {"advantages": found, **returns}
 
     def _penalties(
         self, counted: NDArray[np.bool_], before: TokenScores | None, reference_logprobs: Vector | None
@@ -150,14 +175,6 @@ class PolicyPhase:
         estimate = kl_estimate(bounded_log_ratio(reference, own).double(), self.policy.kl_estimator)
         found[counted] = self.policy.kl_coefficient * estimate.numpy()
         return found
-
-    def mini_batches(self, units: Units) -> Iterator[Units]:
-        """Mini-batches of all epochs, in order."""
-        for _ in range(self.policy.epochs):
-            order = units
-            if self.policy.mini_batches > 1:
-                order = np.random.default_rng((*self.seed, self.optimizer.updates)).permutation(units)
-            yield from filter(len, np.array_split(order, self.policy.mini_batches))
 
     def _update(
         self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool

@@ -1,7 +1,7 @@
 """One optimizer update on the loss of a mini-batch, as every training phase takes it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,9 @@ from storage.errors import NumericsError
 from trainer_core.batches.sequences import Sequences, Vector
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Gradients, Objective, Passes
+from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.objectives.selection import Units
+from trainer_core.optimizer_config import CriticConfig
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,17 @@ def apply_loss(
         norm = optimizer.update()
     clipped, rate = gradients.clip_fraction, optimizer.learning_rate
     return UpdateReport(gradients.loss, clipped, norm, rate, gradients.auxiliary_loss), gradients
+
+
+def mini_batches(
+    units: Units, config: PolicyConfig | CriticConfig, optimizer: Optimizer, seed: tuple[int, ...]
+) -> Iterator[Units]:
+    """Mini-batches of all epochs, in order; each epoch is shuffled by the seed and the optimizer's updates."""
+    for _ in range(config.epochs):
+        order = units
+        if config.mini_batches > 1:
+            order = np.random.default_rng((*seed, optimizer.updates)).permutation(units)
+        yield from filter(len, np.array_split(order, config.mini_batches))
 
 
 def mean_auxiliary_loss(updates: Sequence[UpdateReport]) -> dict[str, float]:

@@ -1,10 +1,11 @@
 """Facts of a saved state, readable without torch, and the names of its files."""
 
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from storage.errors import InputError, StorageError
 from trainer_core.config import OptimizerConfig, ParallelConfig, Precision
@@ -13,6 +14,7 @@ from trainer_core.lora import LoraConfig
 
 FACTS_FILE = "trainer.json"
 EFFECTIVE_FILE = "effective.json"  # effective settings of the parts that made a state, for people; nothing reads them
+CRITIC = "critic"  # folder in that of a state with the state of a critic
 _GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's tensors, and of the files that hold only those
 SHAPES = "shapes"  # key of the shapes of whole tensors, as JSON, in the metadata of a safetensors file of a state
@@ -26,11 +28,18 @@ class StateIdentity(Frozen):
     tensors: str  # names, types, shapes and elements of all tensors: weights, main weights, moments
     progress: str  # updates, and configuration of the optimizer with its schedule
     generators: str  # the random generators of all ranks, and the layout whose ranks they are
+    # a state without a critic does not have the key in its identity
+    critic: str | None = Field(default=None, exclude_if=operator.not_)
+    """Digest of tensors and progress of a critic."""
 
     def differences(self, other: "StateIdentity", generators: bool) -> list[str]:
         """Names of the fields that differ from `other`; the generators count only if they are asked for."""
         theirs = dict(other)
         return [name for name, own in self if own != theirs[name] and (generators or name != "generators")]
+
+    def with_critic(self, digest: str) -> "StateIdentity":
+        """This identity of a state that holds a critic, too."""
+        return self.model_copy(update={"critic": digest})
 
 
 class LoraFacts(LoraConfig):
@@ -107,7 +116,7 @@ def read_generators(directory: Path, rank: int) -> dict[str, Any]:
 
 def needed_for_weights(name: str) -> bool:
     """True if the file `name` of a state is needed to load its weights, for a reference."""
-    return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS))
+    return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS, f"{CRITIC}/"))
 
 
 def check_base(directory: Path, facts: StateFacts, lora: LoraFacts | None) -> None:
@@ -121,6 +130,14 @@ def check_base(directory: Path, facts: StateFacts, lora: LoraFacts | None) -> No
             f"the state at {directory} holds {shown[0]}, but the trainer has {shown[1]}: give [train.lora] and the "
             "model that the state was made with"
         )
+
+
+def check_critic(directory: Path, has: bool) -> None:
+    """Refuse a state with a critic for a trainer that `has` none, and vice versa. Raises InputError."""
+    if Path(directory, CRITIC, FACTS_FILE).exists() != has:
+        given, repair = ("no critic", "add [train.critic]") if not has else ("a critic", "leave [train.critic] out")
+        there = "a critic" if not has else "no critic"
+        raise InputError(f"the state at {directory} holds {there}, but the trainer has {given}: {repair}")
 
 
 def check_modules(directory: Path, facts: StateFacts, transformer_engine: bool) -> None:

@@ -147,6 +147,7 @@ def _offset(whole: torch.Tensor, part: ShardedTensor) -> int:
 
 def _box(part: ShardedTensor, vocab_size: int) -> Box:
     size, ahead = tuple(part.global_shape), part.prepend_axis_num
-    content = (*size[:ahead], vocab_size, *size[ahead + 1 :]) if part.allow_shape_mismatch else size
+    padded = part.allow_shape_mismatch  # Megatron says so of every output layer, also one with fewer rows
+    content = (*size[:ahead], min(vocab_size, size[ahead]), *size[ahead + 1 :]) if padded else size
     region = Region(tuple(part.global_offset), (*(1,) * ahead, *part.local_shape))
     return Box(part.key, size, content, region)

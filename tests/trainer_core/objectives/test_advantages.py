@@ -1,6 +1,7 @@
 """Advantages by hand, and those of a configuration against a straightforward implementation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,12 +9,14 @@ import pytest
 from trainer_core.objectives.advantage_config import NoOverlong, OverlongLeftOut, OverlongPenalty
 from trainer_core.objectives.advantages import (
     batch_advantages,
+    gae,
     group_advantages,
     leave_one_out_advantages,
     returns_to_go,
     sample_advantages,
     shaped_rewards,
     token_advantages,
+    token_returns,
 )
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.scored import ScoredSamples
@@ -194,3 +197,40 @@ def test_people_see_one_advantage_a_sample(kind):
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_losses_without_advantages_show_none(kind):
     assert sample_advantages(PolicyConfig.model_validate({"loss": {"type": kind}}), SCORED) is None
+
+
+def gae_by_loops(reward, values, gamma, gae_lambda, penalties=None):
+    """GAE of one response by its definition: a sum over all later steps for each step."""
+    steps, penalties = len(values), penalties or [0.0] * len(values)
+    rewards = [-penalty + reward * (step == steps - 1) for step, penalty in enumerate(penalties)]
+    following = [*values[1:], 0.0]
+    errors = [rewards[step] + gamma * following[step] - values[step] for step in range(steps)]
+    return [
+        sum((gamma * gae_lambda) ** (later - step) * errors[later] for later in range(step, steps))
+        for step in range(steps)
+    ]
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.7), (0.99, 0.0)])
+def test_gae_and_its_returns_are_those_of_a_double_loop(gamma, gae_lambda):
+    generator = np.random.default_rng(1)
+    lengths = np.append(generator.integers(0, 12, 40), 1)
+    values, penalties = (generator.normal(size=lengths.sum()).astype(np.float32) for _ in range(2))
+    rewards, usable = generator.normal(size=41).astype(np.float32), (lengths > 0) & (generator.random(41) < 0.8)
+    given = ScoredSamples(rewards, np.zeros(41, dtype=np.int32), usable, lengths, penalties.astype(float), values)
+    parts = [np.split(one.astype(float), np.cumsum(lengths)[:-1]) for one in (values, penalties)]
+    expected = np.concatenate(
+        [gae_by_loops(float(r), list(v), gamma, gae_lambda, list(p)) for r, v, p in zip(rewards, *parts, strict=True)]
+    )
+    np.testing.assert_allclose(gae(given, gamma, gae_lambda), expected, rtol=1e-12, atol=1e-12)
+    advantage = {"type": "gae", "gamma": gamma, "gae_lambda": gae_lambda}
+    counted, policy = np.repeat(usable, lengths), PolicyConfig.model_validate({"advantage": advantage})
+    returns = token_returns(policy, replace(given, penalties=None), given.penalties)
+    np.testing.assert_allclose(returns, expected + values, rtol=1e-6, atol=1e-6)
+    found = token_advantages(policy, given, given.penalties)
+    chosen = expected[counted]
+    np.testing.assert_allclose(found[counted], (chosen - chosen.mean()) / chosen.std(ddof=1), rtol=1e-5, atol=1e-6)
+    assert not found[~counted].any()
+    plain = PolicyConfig.model_validate({"advantage": advantage | {"normalize": False}})
+    np.testing.assert_allclose(token_advantages(plain, given, given.penalties)[counted], chosen, rtol=1e-6, atol=1e-6)
+    assert sample_advantages(policy, given) is None  # they need the critic

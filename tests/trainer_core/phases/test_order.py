@@ -17,13 +17,12 @@ SIZES = [(6, 16), (24, 4), (5, 12)]
 
 def epochs(step, seed=0, epochs=EPOCHS, parts=PARTS):
     """The mini-batches of each epoch of an iteration, in order; an optimizer counts the updates."""
-    from trainer_core.phases.policy import PolicyPhase
+    from trainer_core.phases.update import mini_batches
 
     optimizer = SimpleNamespace(updates=0)
     policy = PolicyConfig(mini_batches=parts, epochs=epochs)
-    phase = PolicyPhase(None, optimizer, policy, 1.0, (seed, step))  # pyright: ignore[reportArgumentType]
     found = []
-    for part in phase.mini_batches(np.arange(SAMPLES)):
+    for part in mini_batches(np.arange(SAMPLES), policy, optimizer, (seed, step)):  # pyright: ignore[reportArgumentType]
         found.append(tuple(part.tolist()))
         optimizer.updates += 1
     return list(itertools.batched(found, parts))
