@@ -18,6 +18,7 @@ from pathlib import Path
 
 from infra.mutants_ahead import AHEAD
 from infra.mutants_closed import CLOSED
+from infra.mutants_critic import CRITIC
 from infra.mutants_endpoint import ENDPOINT
 from infra.mutants_engine import ENGINE
 from infra.mutants_environments import ENVIRONMENTS
@@ -61,6 +62,7 @@ from infra.mutants_view import VIEW
 MUTANTS = (
     *OBJECTIVES,
     *AHEAD,
+    *CRITIC,
     *ENGINE,
     *ROWS,
     *SAMPLING,

@@ -22,13 +22,13 @@ from tasks.data.sources import check_prompts, check_sources, check_stored_prompt
 from tasks.data.values import Keyed
 from tasks.environments.checking import check_environment
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
-from tasks.model_checks.objective import check_engine, check_objective, check_teacher
+from tasks.model_checks.objective import check_engine, check_objective, check_teacher, teacher_parameters
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
 from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
-from tasks.stages.prepared import MODEL, stored_codec
+from tasks.stages.prepared import MODEL, TEACHER_MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes
 from tasks.workers.placement import placement, transport
@@ -108,7 +108,7 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
-    _check_room(config, device, lambda: count_parameters(config.model, facts))
+    _check_room(config, device, lambda: (count_parameters(config.model, facts), teacher_parameters(config)))
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
@@ -133,10 +133,15 @@ def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -
     check_sources(config, prepared)
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
     _check_settings(config, facts, device := _device(config), where)
-    parts = (part for part in prepared.parts if part.name.startswith(MODEL))
-    stored = sum(part.bytes for part in parts if part.name.endswith(".safetensors"))
-    _check_room(config, device, lambda: parameters_in(stored, facts))
+    _check_room(config, device, lambda: tuple(_stored_parameters(root, prepared, of) for of in (MODEL, TEACHER_MODEL)))
     check_stored_prompts(config, root, prepared)
+
+
+def _stored_parameters(root: Root, prepared: Manifest, prefix: str) -> int:
+    """The number of weights of a stored model, whose parts begin with `prefix`; 0 if there is none."""
+    parts = {part.name: part for part in prepared.parts if part.name.startswith(prefix)}
+    weights = sum(part.bytes for name, part in parts.items() if name.endswith(".safetensors"))
+    return parameters_in(weights, json.loads(read_part(root, parts[f"{prefix}config.json"]))) if parts else 0
 
 
 @functools.lru_cache(maxsize=1)
@@ -233,13 +238,14 @@ def _check_ahead(config: RunConfig) -> None:
         )
 
 
-def _check_room(config: RunConfig, device: Device, parameters: Callable[[], int]) -> None:
-    """Refuse rollouts beside a training where a card that they share is too small for both, as far as that is known."""
+def _check_room(config: RunConfig, device: Device, parameters: Callable[[], tuple[int, ...]]) -> None:
+    """Refuse rollouts beside a training where a card that they share is too small for both, as far as that is known.
+    The parameters are those of the model and of a teacher."""
     settings = Settings.from_environment()
     if device == "cpu" or not (config.rollout.ahead and settings.local) or config.retrain is not None:
         return
     if (size := card_bytes(len(settings.gpus))) is not None:
-        check_room(config, parameters(), placement(config, settings), size)
+        check_room(config, *parameters(), place=placement(config, settings), card_bytes=size)
 
 
 def _device(config: RunConfig) -> Device:

@@ -59,29 +59,27 @@ _UNUSED: tuple[Unused[OptimizerConfig], ...] = (
 )
 
 
-class CriticConfig(Frozen):
+class CriticConfig(OptimizerConfig):
     """The critic of PPO: a model of the policy's architecture and layout that ends with one number for each position.
-    It begins with the policy's weights after the warm-up, and estimates the return of each token."""
+    It begins with the policy's weights after the warm-up, estimates the return of each token, and has its own AdamW."""
 
-    optimizer: OptimizerConfig
-    """Its optimizer."""
     mini_batches: int = Field(default=1, ge=1)
     """Updates of the critic per pass over the samples of an iteration."""
     epochs: int = Field(default=1, ge=1)
     """Its passes over the samples of an iteration."""
-    clip: float | None = Field(default=None, gt=0)
+    clip_values: float | None = Field(default=None, gt=0)
     """Largest change of a value within an iteration that lowers the loss; without it there is no limit."""
-    warmup_updates: int = Field(default=0, ge=0)
+    updates_alone: int = Field(default=0, ge=0)
     """Updates of the critic before the policy's first: in an iteration that begins with fewer, it alone learns."""
 
     @property
-    def several(self) -> bool:
-        """An iteration has more than one update."""
-        return self.mini_batches * self.epochs > 1
+    def optimizer(self) -> OptimizerConfig:
+        """Its optimizer."""
+        return OptimizerConfig.model_validate(self.model_dump(include=set(OptimizerConfig.model_fields)))
 
     @model_validator(mode="after")
     def _limits_a_change(self) -> "CriticConfig":
-        if self.clip is not None and not self.several:
-            fact = f"clip = {self.clip} has no effect with mini_batches = 1 and epochs = 1, where no value has changed"
-            raise ValueError(f"{fact}: leave it out, or raise one of the two")
+        if self.clip_values is not None and self.mini_batches * self.epochs == 1:
+            fact = f"clip_values = {self.clip_values} has no effect with mini_batches = 1 and epochs = 1"
+            raise ValueError(f"{fact}, where no value has changed: leave it out, or raise one of the two")
         return self

@@ -16,6 +16,7 @@ from tasks.config.run import RunConfig
 from tasks.data.models import count_parameters
 from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
+from tasks.model_checks.objective import teacher_parameters
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
 from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, rank_bytes
@@ -33,11 +34,12 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     parameters: int
     """Weights of the model."""
     rank_bytes: int
-    """Memory of one trainer rank: weights, gradients, optimizer, and the reference model if there is one."""
+    """Memory of one trainer rank: weights, gradients and optimizer of the model and of a critic, and the weights of a
+    reference and of a teacher."""
     engine_bytes: int
     """Memory of one engine: weights and key-value cache."""
     stored_bytes: int
-    """Disk for what is stored once: model and prompts."""
+    """Disk for what is stored once: model, teacher and prompts."""
     state_bytes: int
     """Disk for the train state of one iteration; one is in shared memory too while the run is driven."""
     states_kept: int
@@ -49,14 +51,15 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
         return self.stored_bytes + self.state_bytes * self.states_kept
 
 
-def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int) -> Needs:
-    """Estimate the resources of a run, from the number of its model's weights and the size of its tables of prompts."""
+def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int, teacher: int = 0) -> Needs:
+    """Estimate the resources of a run, from the number of its model's weights, those of a teacher, and the size of its
+    tables of prompts."""
     weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
         device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=parameters,
-        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters),
-        engine_bytes=engine_bytes(config, parameters), stored_bytes=parameters * weight + prompt_bytes,
-        state_bytes=parameters * (weight + optimizer),
+        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters, teacher),
+        engine_bytes=engine_bytes(config, parameters), stored_bytes=(parameters + teacher) * weight + prompt_bytes,
+        state_bytes=parameters * (weight + optimizer) * (1 if config.train.critic is None else 2),
         states_kept=_states_kept(config),
     )  # fmt: skip
 
@@ -134,7 +137,7 @@ def checked(config: RunConfig) -> Checked:
     codec, prompts = text_codec(config), check_prompts(config)
     train = prompts.tables["train"]
     parameters = count_parameters(config.model, model_facts(config))
-    prompt_bytes = sum(table.nbytes for table in prompts.tables.values())
+    prompt_bytes, device = sum(table.nbytes for table in prompts.tables.values()), Settings.from_environment().device
     example, solved = _example(train, 0, codec), _solved(prompts.tables.get("warmup"), codec)
     calls = reward_calls(config)
     about_run = (*advice(config), *notices(config.reward), *blind(calls))
@@ -149,7 +152,7 @@ def checked(config: RunConfig) -> Checked:
         sources=_counts(prompts),
         reward=tuple(map(shown, calls)),
         notes=(*prompts.notes, *notes_of(config, codec, train), *_unsolved(prompts), *about_run),
-        needs=needs_of(config, Settings.from_environment().device(config.device.kind), parameters, prompt_bytes),
+        needs=needs_of(config, device(config.device.kind), parameters, prompt_bytes, teacher_parameters(config)),
     )
 
 

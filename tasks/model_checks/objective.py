@@ -12,7 +12,7 @@ from tasks.config.model import TEACHER_KEY, teacher_section
 from tasks.config.run import EngineSection, RunConfig
 from tasks.data.backends import Backend, read_backend
 from tasks.data.hub import TEXT_FILES
-from tasks.data.models import ModelFolder, open_model
+from tasks.data.models import ModelFolder, count_parameters, open_model
 from tasks.model_checks import architectures
 from tasks.model_checks.fitness import Facts, folder_facts
 from trainer_core.config import Device, check_layout
@@ -73,6 +73,13 @@ def check_teacher(config: RunConfig, own: Facts, tokens: Callable[[], Backend], 
         fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
         raise InputError(f"{fact}: choose a teacher with as many")
     _check_tokens(folder, tokens())
+
+
+def teacher_parameters(config: RunConfig) -> int:
+    """The number of a teacher's weights; 0 without a teacher. Raises InputError: its files cannot be listed."""
+    if (section := teacher_section(config.model, config.train.policy.distill)) is None:
+        return 0
+    return count_parameters(section, open_model(section, TEACHER_KEY).document("config.json"))
 
 
 def _check_tokens(folder: ModelFolder, tokens: Backend) -> None:

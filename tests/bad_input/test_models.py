@@ -171,6 +171,14 @@ SETTINGS = {
         ["train.lora.rank=4", "train.megatron.gradient_accumulation_fusion=true"],
         ["with lora weights have no gradients", "leave megatron.gradient_accumulation_fusion out"],
     ),
+    "values without a critic": (
+        ["train.policy.advantage.type=gae"],
+        ['policy.advantage.type = "gae" needs the values of a critic', "add the table critic"],
+    ),
+    "a critic of adapters": (
+        ["train.critic.learning_rate=1e-4", "train.policy.advantage.type=gae", "train.lora.rank=4"],
+        ["a critic trains all its weights", "leave critic or lora out"],
+    ),
     "a key let pass without need": (["model.accept=['hidden_act']"], ["model.accept names hidden_act", "leave it out"]),
     "heads of an engine": (["engine.tensor=4"], ["attention heads", "(2) cannot be divided by engine.tensor = 4"]),
     "head size": (

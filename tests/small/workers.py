@@ -27,6 +27,7 @@ from tasks.engine.protocol import (
     weights_digest,
 )
 from tests.small.channel import SmallEnd, tensors_of
+from tests.small.critic import SmallCritic
 from tests.small.growing import going_on, grown
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
@@ -91,7 +92,7 @@ class SmallTrainer(TrainerProtocol):
         self._identity = self._reference = self._reference_weights = None
         self._generators, self._step, self._lessons = "continued", 0, 0
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
-        self._away = {}
+        self._away, self._critic = {}, SmallCritic(config, rank)
 
     def identity(self):
         return self._identity
@@ -110,6 +111,7 @@ class SmallTrainer(TrainerProtocol):
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
         model = Path(self._model_dir, "model.safetensors").read_bytes()
         self.arrays["weights"] = self._noise(bytes_digest(model))
+        self._critic.begin(self.arrays["weights"])
 
     def train_supervised(self, examples, steps, batch_size, optimizer=None):
         self._identity = None
@@ -130,8 +132,9 @@ class SmallTrainer(TrainerProtocol):
             held,
             None if samples.teacher_logprobs is None else bytes_digest(samples.teacher_logprobs.tobytes()),
         ]
-        lesson = [*given, self._lessons == self._other_lesson]
+        lesson = [*given, self._lessons == self._other_lesson, *filter(None, [self._critic.digest])]
         self._update(value_digest(lesson), 1)
+        self._critic.learn(value_digest(lesson))
         self._generators = "continued"
         return {"loss": float(self.arrays["first"][0]), "kl": 0.01, "entropy": 1.0, "grad_norm": 1.0, "steps": 1.0}
 
@@ -154,7 +157,7 @@ class SmallTrainer(TrainerProtocol):
             # a file that has two names is stored by a copy, all others by a hard link: kills cover both
             (folder / f"held-{self._rank}").unlink(missing_ok=True)
             os.link(folder / names["weights"], folder / f"held-{self._rank}")
-            return SavedFiles(tuple(names.values()), self._identified())
+            return SavedFiles((*names.values(), *self._critic.save(folder)), self._identified())
         optimizer, parallel = self._config.optimizer, self._config.parallel.ranks
         facts = StateFacts(
             step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32",
@@ -162,13 +165,15 @@ class SmallTrainer(TrainerProtocol):
         )  # fmt: skip
         replace_file(folder / FACTS_FILE, facts.model_dump_json(indent=1).encode())
         replace_file(folder / "common.json", json.dumps({"step": self._step, "lessons": self._lessons}).encode())
-        return SavedFiles((*names.values(), FACTS_FILE, "common.json"), self._identified())
+        written = (*names.values(), FACTS_FILE, "common.json", *self._critic.save(folder))
+        return SavedFiles(written, self._identified())
 
     def load(self, directory):
         self._identity, self._away, facts = None, {}, read_facts(directory)
         common = json.loads((Path(directory) / "common.json").read_text())
         self._step, self._lessons = common["step"], common["lessons"]
         self.arrays = {array: self._read(directory, array, facts) for array in ARRAYS}
+        self._critic.load(Path(directory), facts.parallel.world_size)
         self._generators = "restored" if facts.parallel == self._config.parallel.ranks else "reseeded"
         return LoadedState(
             facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
@@ -185,6 +190,7 @@ class SmallTrainer(TrainerProtocol):
             tensors=value_digest({name: bytes_digest(array.tobytes()) for name, array in self.arrays.items()}),
             progress=value_digest([self._step, self._lessons]),
             generators="",
+            critic=self._critic.digest,
         )
 
     def logprobs(self, sequences, temperature=1.0):

@@ -97,3 +97,33 @@ def test_a_decay_has_an_end(decay):
 def test_a_configuration_survives_json():
     config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-5), max_length=32)
     assert TrainerConfig.model_validate_json(config.model_dump_json()) == config
+
+
+GAE = {"advantage": {"type": "gae"}}
+CRITIC = {"learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"policy": GAE}, ['policy.advantage.type = "gae" needs the values of a critic', "add the table critic"]),
+        ({"critic": CRITIC}, ['critic has no effect with policy.advantage.type = "grpo"', 'type = "gae"']),
+        ({"policy": GAE, "critic": CRITIC, "lora": {"rank": 4}}, ["trains all its weights", "leave critic or lora"]),
+        ({"policy": {**GAE, "loss": {"type": "sft"}}, "critic": CRITIC}, ['with loss.type = "sft"', "leave it out"]),
+        ({"policy": {**GAE, "loss": {"type": "dpo"}}, "critic": CRITIC}, ['with loss.type = "dpo"', "leave it out"]),
+        (
+            {"policy": {**GAE, "distill": {"teacher": "folder"}}, "critic": CRITIC},
+            ["advantage has no effect with distill.reward_weight = 0", "leave it out"],
+        ),
+        (
+            {"policy": GAE, "critic": {**CRITIC, "clip_values": 0.2}},
+            ["clip_values = 0.2 has no effect with mini_batches = 1 and epochs = 1", "raise one of the two"],
+        ),
+        ({"policy": {"advantage": {"type": "gae", "gamma": 1.5}}, "critic": CRITIC}, ["gamma", "equal to 1"]),
+    ],
+)
+def test_a_critic_that_is_missing_or_of_no_use_is_refused(given, named):
+    document = {"optimizer": {"learning_rate": 1e-3}, "max_length": 8, **given}
+    with pytest.raises(ValidationError) as refused:
+        TrainerConfig.model_validate(document)
+    assert [text for text in named if text not in str(refused.value)] == []

@@ -261,10 +261,8 @@ def build_model(
         with _refusals():
             on_cpu = provider.use_cpu_initialization
             modules = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
-        for module in unwrap_model(modules) if values else []:
-            if "output_layer" in module._modules:
-                like = module.output_layer.weight
-                module.output_layer = ValueHead(provider.hidden_size, 1, device=like.device, dtype=like.dtype)
+        if values:
+            _end_with_values(modules, provider)
         adapters = _adapted(modules, bridge, provider, config, frozen)
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
@@ -311,6 +309,14 @@ def _adapted(
             # recomputed layers have gradients only if their input has one
             module.embedding.register_forward_hook(lambda _module, _given, hidden: hidden.requires_grad_())
     return adapt(modules, bridge._model_bridge.mapping_registry(), provider, config.lora)  # pyright: ignore[reportPrivateUsage]
+
+
+def _end_with_values(modules: list[Any], provider: GPTModelProvider) -> None:
+    """Replace the output layer, on the rank that has it."""
+    for module in unwrap_model(modules):
+        if "output_layer" in module._modules:
+            like = module.output_layer.weight
+            module.output_layer = ValueHead(provider.hidden_size, 1, device=like.device, dtype=like.dtype)
 
 
 def _bridge(model_dir: str) -> AutoBridge:

@@ -58,7 +58,7 @@ class Critic:
     @property
     def warms_up(self) -> bool:
         """It has had too few updates for the policy to learn from it."""
-        return self.optimizer.updates < self._config.warmup_updates
+        return self.optimizer.updates < self._config.updates_alone
 
     def begin(self, policy: Model) -> None:
         """Take the policy's weights, a value of 0 for every position, and a fresh optimizer. Collective."""
@@ -117,7 +117,7 @@ class Critic:
         return policy.model_copy(update=own)
 
     def _loss(self, batch: MicroBatch, values: torch.Tensor, _: torch.Tensor) -> TokenLoss:
-        return value_loss(values, batch.values["old_values"], batch.values["returns"], self._config.clip)
+        return value_loss(values, batch.values["old_values"], batch.values["returns"], self._config.clip_values)
 
 
 class _ValuePasses(Passes):

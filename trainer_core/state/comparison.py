@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_core.state.facts import FACTS_FILE, OPTIMIZER_PREFIX, StateComparison, read_generators
+from trainer_core.state.facts import CRITIC, FACTS_FILE, OPTIMIZER_PREFIX, StateComparison, read_generators
 from trainer_core.state.saved import Region, SavedState, bits
 
 _RNG = "rng/"
@@ -22,7 +22,16 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     Memory holds one box of a tensor at a time. States of different layouts can be compared: tensors have one name and
     one shape under every layout. The generators of a rank that only one layout has are reported as in one state only.
     With `plant`, a seed, the lowest bit of a number of a weight of `right` is flipped after it is read, to show that
-    the comparison finds it. Raises StorageError if a folder does not hold a whole, readable state."""
+    the comparison finds it. A critic is compared alike. Raises StorageError if a folder does not hold a whole, readable
+    state."""
+    found, critics = _compared(left, right, plant), [Path(folder, CRITIC) for folder in (left, right)]
+    held = [folder for folder in critics if folder.exists()]
+    if len(held) == 1:
+        return found.model_copy(update={"differences": (*found.differences, f"{CRITIC}: only in {held[0].parent}")})
+    return found.joined(_compared(critics[0], critics[1], None), CRITIC) if held else found
+
+
+def _compared(left: Path, right: Path, plant: int | None) -> StateComparison:
     comparison = _Comparison(SavedState(left), SavedState(right))
     flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
     comparison.compare_tensors(flaw)

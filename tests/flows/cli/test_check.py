@@ -118,6 +118,10 @@ def test_what_processes_take():
     assert needs.rank_bytes == 500 * (2 + 4 + 12 / 4)
     assert needs.engine_bytes == 2000 + (3 << 20)
     assert (needs.stored_bytes, needs.state_bytes, needs.states_kept) == (2007, 14_000, 2)
+    critic = {"policy": {"advantage": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
+    config = parse_config(document | {"train": document["train"] | critic}, "test")
+    needs = needs_of(config, "cpu", parameters=1000, prompt_bytes=7, teacher=100)
+    assert (needs.rank_bytes, needs.state_bytes) == (2 * 4500 + 50 * 2, 28_000)
 
 
 OWN = """

@@ -38,13 +38,15 @@ def test_it_has_every_key_and_says_which_may_change():
         "retrain": {"start": "run@1", "select": ["run"]},
         "environment": {"function": "mine:Game"},
         "engine": {"function": "mine:Engine", "source": "digest"},
-        "train": {**LEAST["train"], "lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}},
     }
-    config = parse_config({**LEAST, **asked}, "test")
+    adapters = {"lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}}
+    critic = {"critic": {"learning_rate": 1e-3}, "policy": {"advantage": {"type": "gae"}}}
+    every = [parse_config({**LEAST, **asked, "train": LEAST["train"] | one}, "test") for one in (adapters, critic)]
     keys = {key.path: key for table in reference.tables() for key in table.keys}
-    assert set(keys) == set(paths(config.model_dump(mode="json")))
+    of_advantage = {f"train.policy.advantage.{name}" for name in ("gamma", "gae_lambda", "normalize")}
+    assert set(keys) | of_advantage == {path for one in every for path in paths(one.model_dump(mode="json"))}
     fixed = {path for path, key in keys.items() if key.role == reference.MEANING}
-    assert fixed == set(paths(config.meaning()))
+    assert fixed | of_advantage == {path for one in every for path in paths(one.meaning())}
     assert all(key.text for key in keys.values())
 
 

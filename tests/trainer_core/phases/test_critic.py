@@ -30,8 +30,7 @@ NAMES = ("value_loss", "value_grad_norm", "value_clip_fraction", "explained_vari
 
 
 def settings(layout="single"):
-    optimizer = OptimizerConfig(learning_rate=RATE, eps=1e-2)
-    critic = CriticConfig(optimizer=optimizer, epochs=3, clip=CLIP, warmup_updates=3)
+    critic = CriticConfig(learning_rate=RATE, eps=1e-2, epochs=3, clip_values=CLIP, updates_alone=3)
     return TrainerConfig(
         parallel=LAYOUTS[layout], optimizer=OptimizerConfig(learning_rate=1e-3), max_length=64, micro_batch_size=4,
         policy=PolicyConfig.model_validate({"advantage": ADVANTAGE}), critic=critic,
@@ -143,6 +142,7 @@ def walk(trainer, folder, elsewhere):
     values at the end; and the second iteration from a state that another layout has saved."""
     trainer.import_model()
     begun, first, saved = trainer.state_identity(), trainer.train_policy(ITERATIONS[0], 1.0), trainer.save(folder)
+    assert {name for name in saved.names if name.startswith(f"{CRITIC}/weights.")}
     identity, ends = saved.identity, []
     for _ in range(2):
         ends.append((trainer.train_policy(ITERATIONS[1], 1.0), trainer.state_identity(), identity))
