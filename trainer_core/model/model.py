@@ -42,6 +42,10 @@ from trainer_core.platform.platform import Platform, quietly
 from trainer_core.progress import told
 
 Access = Literal["readable", "writable"]
+Kind = Literal["policy", "frozen", "critic"]
+_SETTINGS: dict[Kind, dict[str, Any]] = {
+    "policy": {}, "frozen": {}, "critic": {"share_embeddings_and_output_weights": False},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,17 +237,12 @@ def read_weights(model: Model) -> None:
 
 
 def build_model(
-    model_dir: str,
-    config: TrainerConfig,
-    platform: Platform,
-    deterministic: bool,
-    frozen: bool = False,
-    values: bool = False,
+    model_dir: str, config: TrainerConfig, platform: Platform, deterministic: bool, kind: Kind = "policy"
 ) -> Model:
     """Build the model; its weights are set later. Collective. `deterministic` makes Megatron choose kernels whose
-    results do not depend on timing. A `frozen` model has no gradients, and one of `values` gives a number for each
-    position instead of logits. Raises InputError: there is no model, its architecture is not supported, or it does not
-    fit the layout."""
+    results do not depend on timing. A `frozen` model has no gradients, and a `critic` gives a number for each position
+    instead of logits. Raises InputError: there is no model, its architecture is not supported, or it does not fit the
+    layout."""
     hf_config = read_model_config(model_dir)
     check_layout(config.parallel, hf_config)
     check_context(config, platform.transformer_engine, deterministic)
@@ -254,16 +253,12 @@ def build_model(
         provider = bridge.to_megatron_provider(load_weights=False)
         wanted = model_settings(config, platform, deterministic)
         rope = vars(bridge.hf_pretrained.config).get("rope_parameters") or {}
-        wanted |= provider_settings(provider, rope, config.experts)
-        if values:
-            wanted["share_embeddings_and_output_weights"] = False
+        wanted |= provider_settings(provider, rope, config.experts) | _SETTINGS[kind]
         _configure(provider, wanted)
         with _refusals():
             on_cpu = provider.use_cpu_initialization
             modules = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=on_cpu)
-        if values:
-            _end_with_values(modules, provider)
-        adapters = _adapted(modules, bridge, provider, config, frozen)
+        adapters = _adapted(modules, bridge, provider, config, kind)
     chunks = _wrap(provider, modules, config.megatron)
     built = Built(chunks, provider.num_layers)
     fuse_accumulation(built, config.megatron)
@@ -280,7 +275,7 @@ def build_model(
         vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
-        effective=read_back(MODEL, config, built, everywhere=not frozen) | read_layers(config.parallel, built),
+        effective=read_back(MODEL, config, built, everywhere=kind != "frozen") | read_layers(config.parallel, built),
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
         residence=Residence(chunks, platform.device),
         balance=balance,
@@ -297,11 +292,13 @@ def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> 
 
 
 def _adapted(
-    modules: list[Any], bridge: AutoBridge, provider: GPTModelProvider, config: TrainerConfig, frozen: bool
+    modules: list[Any], bridge: AutoBridge, provider: GPTModelProvider, config: TrainerConfig, kind: Kind
 ) -> Adapters:
-    """Freeze the model, if it is to be `frozen`, or under adapters, if it is to have some."""
-    for module in modules if frozen else []:
+    """Give the model what its kind has in place of Megatron's own, and freeze it under adapters, if it has some."""
+    for module in modules if kind == "frozen" else []:
         module.requires_grad_(False)
+    if kind == "critic":
+        _end_with_values(modules, provider)
     if config.lora is None:
         return {}
     for module in unwrap_model(modules):

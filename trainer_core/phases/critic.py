@@ -41,7 +41,7 @@ class Critic:
         )
         own = config.model_copy(update={"experts": ExpertsConfig(), "megatron": megatron})
         with rng.undisturbed():
-            self.model = build_model(directory, own, platform, fixed, values=True)
+            self.model = build_model(directory, own, platform, fixed, "critic")
         self._config, self._mesh = critic, mesh
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
         self._passes = _ValuePasses(self.model, mesh, limits)

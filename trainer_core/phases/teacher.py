@@ -23,7 +23,7 @@ class Teacher:
         megatron = MegatronConfig(attention=config.megatron.attention, gradient_accumulation_fusion=False)
         own = config.model_copy(update={"lora": None, "experts": ExpertsConfig(), "megatron": megatron})
         with rng.undisturbed():
-            self._model = build_model(directory, own, platform, deterministic, frozen=True)
+            self._model = build_model(directory, own, platform, deterministic, "frozen")
             read_weights(self._model)
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
         self._passes = Passes(self._model, mesh, limits)
