@@ -176,17 +176,17 @@ MODELS: tuple[Mutant, ...] = (
     Mutant(
         "same-mini-batches-in-every-epoch",
         "epochs have the same mini-batches",
-        "trainer_core/phases/policy.py",
-        "np.random.default_rng((*self.seed, self.optimizer.updates))",
-        "np.random.default_rng(self.seed)",
+        "trainer_core/phases/update.py",
+        "np.random.default_rng((*seed, optimizer.updates))",
+        "np.random.default_rng(seed)",
         (_ORDER,),
     ),
     Mutant(
         "same-mini-batches-in-every-iteration",
         "iterations have the same mini-batches",
-        "trainer_core/phases/policy.py",
-        "np.random.default_rng((*self.seed, self.optimizer.updates))",
-        "np.random.default_rng((self.seed[0], self.optimizer.updates))",
+        "trainer_core/phases/update.py",
+        "np.random.default_rng((*seed, optimizer.updates))",
+        "np.random.default_rng((seed[0], optimizer.updates))",
         (_ORDER,),
     ),
     Mutant(

@@ -30,8 +30,8 @@ OBJECTIVES = (
         "unscored-samples-in-the-batch-mean",
         "REINFORCE++ normalises over samples that do not count",
         "trainer_core/objectives/advantages.py",
-        "    given = returns[counted]\n",
-        "    given = returns\n",
+        "np.zeros(len(values), dtype=np.float32), values[counted]\n",
+        "np.zeros(len(values), dtype=np.float32), values\n",
         _OWN,
     ),
     Mutant(

@@ -21,8 +21,8 @@ TRAINER = (
         "one-pass-too-many",
         "a single update is preceded by a scoring pass",
         "trainer_core/phases/policy.py",
-        "if not (several or self.policy.scores_first):",
-        "if not units.size:",
+        "if several or scores or self.policy.scores_first:",
+        "if units.size:",
         _TRAINER,
     ),
     Mutant(
