@@ -23,7 +23,8 @@ from tasks.stages.evaluation import evaluation
 from tasks.stages.retrying import persistent
 from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.fleet import Fleet, engines_on
-from tasks.workers.scratch import scratch, sweep
+from tasks.workers.hosts import transit
+from tasks.workers.scratch import sweep
 
 UNSEEN = NoPage()
 
@@ -69,13 +70,13 @@ def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "
     """Open the context of an evaluation, or of a check beside the run; its processes and files go at the end."""
     sweep()
     with (
-        scratch() as folder,
         process_cluster() as cluster,
+        transit(f"{run}:{purpose}", cluster.local) as folder,
         # the processes of the run itself, which may be at work on the same cluster, have its plain name
         Fleet(f"{run}:{purpose}", stored.config, cluster) as fleet,
         WriteBehind() as outbox,
     ):
-        yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox)
+        yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox, folders=fleet.folders)
 
 
 def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:

@@ -36,8 +36,9 @@ from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet, release
+from tasks.workers.hosts import transit
 from tasks.workers.logs import heard
-from tasks.workers.scratch import check_folders, kept_in_memory, scratch, sweep
+from tasks.workers.scratch import check_folders, kept_in_memory, sweep
 
 
 @functools.cache
@@ -123,12 +124,14 @@ def open_context(
     with kept_in_memory(value_digest([root.url, name])) as memory:
         sweep()
         with (
-            scratch() as folder,
             process_cluster() as cluster,
+            transit(name, cluster.local) as folder,
             Fleet(name, config, cluster) as fleet,
             injected(cluster.settings.faults, lambda: {**fleet.processes(), **host_processes()}),
             Subflows(name, config.run.iterations, progress.advanced) as page,
             WriteBehind() as outbox,
         ):
+            memory = memory if cluster.local else None
             shown = {"performer": page.performer, "announce": progress.begins, "say": progress.note, "page": page}
-            yield RunContext(name, root, config, config_digest, fleet, folder, lease, outbox, memory=memory, **shown)
+            place = {"memory": memory, "folders": fleet.folders}
+            yield RunContext(name, root, config, config_digest, fleet, folder, lease, outbox, **place, **shown)

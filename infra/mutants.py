@@ -25,6 +25,7 @@ from infra.mutants_environments import ENVIRONMENTS
 from infra.mutants_evaluate import EVALUATE
 from infra.mutants_face import FACE
 from infra.mutants_families import FAMILIES
+from infra.mutants_hosts import HOSTS
 from infra.mutants_inputs import INPUTS
 from infra.mutants_judge import JUDGE
 from infra.mutants_known import Mutant
@@ -70,6 +71,7 @@ MUTANTS = (
     *ENVIRONMENTS,
     *FACE,
     *FAMILIES,
+    *HOSTS,
     *INPUTS,
     *LORA,
     *MACHINE,

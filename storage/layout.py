@@ -194,6 +194,11 @@ def copied(copy: str) -> str | None:
     return f"{revision_folder(run)}/{found.group(1)}.json" if found else None
 
 
+def update_folder(run: str, iteration: int, stage: str, name: str) -> str:
+    """Buckets of one weight update on their way from host to host; gc takes those of a killed one for lost parts."""
+    return f"{stage_parts(run, iteration, stage)}/update-{name}"
+
+
 def part_folder(run: str) -> str:
     return f"{run}/parts"
 

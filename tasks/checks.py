@@ -251,7 +251,10 @@ def _check_room(config: RunConfig, device: Device, parameters: Callable[[], tupl
 def _device(config: RunConfig) -> Device:
     """Device of the run; refuses settings that need more cards than there are, or others."""
     settings, parallel = Settings.from_environment(), config.train.parallel
-    if (device := settings.device(config.device.kind)) == "cuda" and parallel.world_size > len(settings.gpus):
+    device = settings.device(config.device.kind)
+    if not settings.local:  # Ray says what there is
+        return device
+    if device == "cuda" and parallel.world_size > len(settings.gpus):
         raise InputError(
             f"the layout {parallel} under [train.parallel] needs {parallel.world_size} GPUs, one a rank, but "
             f"{len(settings.gpus)} are visible: choose a smaller layout, or make more visible (CUDA_VISIBLE_DEVICES)"

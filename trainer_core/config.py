@@ -203,7 +203,8 @@ class RankSpec(Frozen):
     local_rank: int = Field(default=0, ge=0)
     """Index of this rank's device on its host."""
     store: str
-    """Path of the rendezvous file, the same for all ranks, in a folder they all see; the file must not exist yet."""
+    """URL of the rendezvous, the same for all ranks. A path is that of a file in a folder that they all see, which must
+    not exist yet."""
     device: Device = "cpu"
     """Kind of device to train on."""
     deterministic: bool = False

@@ -16,6 +16,7 @@ from infra.bench.sync_engine import StockTensors, SyncEngine
 from infra.bench.sync_start import start_sync_rank
 from storage.backends.root import open_root
 from storage.errors import SyncMismatch
+from storage.ownership.scratch import new_folder
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig, TransportChoice
@@ -26,7 +27,7 @@ from tasks.workers.actors import fresh_names, spawn
 from tasks.workers.cluster import LOOPBACK, Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.placement import transport
-from tasks.workers.ranks import RankActors, meet, start_trainers
+from tasks.workers.ranks import RankActors, start_trainers
 from tasks.workers.scratch import scratch
 from trainer_core.config import Device, OptimizerConfig, PolicyConfig, TrainerConfig
 from trainer_core.weights.channel import Channel
@@ -242,7 +243,7 @@ def _engine(model: Path, fleet: Fleet, cluster: Cluster, config: RunConfig) -> R
     # `receive_handles` and others are sent to vLLM's worker
     environment = engine_environment(spec.device, cards, settings.local) | {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     names = fresh_names("bench/engine-0", 1)
-    place = meet(names, settings) if spec.tensor > 1 else None
+    place = new_folder() if spec.tensor > 1 else None
     group = RankActors(["engine 0"], spawn(names, [environment], detached=not settings.local), place)
     group.start(SyncEngine, [(spec, None if place is None else str(place))], config.workers.start_deadline_s)
     return group

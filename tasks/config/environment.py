@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import psutil
 from pydantic import JsonValue
 
 from storage.errors import InputError
@@ -114,8 +115,14 @@ class Settings:
         return self.ray_address is None
 
     def device(self, kind: Device | Literal["auto"]) -> Device:
-        """Device to compute on; `auto` is CUDA if a card is visible. Raises InputError: none is, for CUDA."""
-        if kind == "cuda" and not self.gpus:
+        """Device to compute on; `auto` is CUDA if a card is visible. Raises InputError: none is, for CUDA; or for
+        `auto` on a cluster, whose hosts may have some."""
+        if kind == "auto" and not (self.gpus or self.local):
+            raise InputError(
+                'device.kind is "auto", and this host, which has no GPU, cannot see what the hosts of the Ray cluster '
+                'at RAY_ADDRESS have: set device.kind to "cuda" or "cpu"'
+            )
+        if kind == "cuda" and self.local and not self.gpus:
             raise InputError('device.kind is "cuda", but no GPU is visible; use "auto" or "cpu"')
         if kind == "auto":
             return "cuda" if self.gpus else "cpu"
@@ -177,7 +184,23 @@ def ensure_ray_token() -> None:
 def engine_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
     """Variables that an engine's process needs beyond those it inherits; `gpus` are the only cards it sees."""
     specific = _ENGINE_ON_CPU if device == "cpu" else {}
-    return {**_compute_environment(device, local), **_ENGINE, **specific, **_cards(device, gpus)}
+    # all processes of an engine are on one host
+    return {**_compute_environment(device, local=True), **_ENGINE, **specific, **_cards(device, gpus, local)}
+
+
+def host_environment() -> dict[str, str]:
+    """Variables that a task on another host of a cluster needs beyond those that it inherits there."""
+    return {**_OFFLINE_AND_SILENT, "PYTHONPATH": _python_path()}
+
+
+def use_interface_of(address: str) -> None:
+    """Let the process groups of this process use the interface that has this address of the host, and no other. Raises
+    InputError: none has it."""
+    having = [name for name, given in psutil.net_if_addrs().items() if address in {one.address for one in given}]
+    loopback = ["lo"] if address.startswith("127.") else []
+    if not (found := having or loopback):
+        raise InputError(f"no interface of this host has the address {address}: start Ray with --node-ip-address")
+    os.environ.update(GLOO_SOCKET_IFNAME=found[0], NCCL_SOCKET_IFNAME=found[0])
 
 
 def set_engine_meeting_place(folder: str) -> None:
@@ -196,8 +219,8 @@ def trainer_environment(
     device: Device, gpus: tuple[str, ...], local: bool, deterministic: bool = False
 ) -> dict[str, str]:
     """Variables that a trainer rank's process needs beyond the environment it inherits."""
-    specific = _trainer_on_cuda(len(gpus), deterministic) if device == "cuda" else {}
-    return {**_compute_environment(device, local), **specific, **_cards(device, gpus)}
+    specific = _trainer_on_cuda(max(1, len(gpus)), deterministic) if device == "cuda" else {}
+    return {**_compute_environment(device, local), **specific, **_cards(device, gpus, local)}
 
 
 def child_python_path() -> dict[str, str]:
@@ -268,7 +291,9 @@ def _compute_environment(device: Device, local: bool) -> dict[str, str]:
     return {**_OFFLINE_AND_SILENT, **(_LOOPBACK if local else {}), **threads, "PYTHONPATH": _python_path()}
 
 
-def _cards(device: Device, gpus: tuple[str, ...]) -> dict[str, str]:
+def _cards(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
+    if device == "cuda" and not local:
+        return {}  # Ray says which
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) if device == "cuda" else ""}
 
 

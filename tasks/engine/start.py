@@ -2,6 +2,7 @@
 
 import sys
 
+from storage.ownership.scratch import new_folder
 from tasks.engine.own import OwnEngine
 from tasks.engine.protocol import EngineProtocol, EngineSpec
 from trainer_core.user_code import UserFunction
@@ -12,10 +13,13 @@ PARSER = [sys.executable, "-P", "-c", _PARSER]
 
 
 def start_engine(spec: EngineSpec, meeting_place: str | None, own: UserFunction | None) -> EngineProtocol:
-    """Start an engine. The processes of `spec.tensor` above 1 meet in `meeting_place`, an empty folder. `own` is the
-    user's class; None is vLLM. Raises InputError: it cannot be started with this specification."""
+    """Start an engine. The processes of `spec.tensor` above 1 meet in `meeting_place`, an empty folder; where none is
+    given, in one that is made here. `own` is the user's class; None is vLLM. Raises InputError: it cannot be started
+    with this specification."""
     if own is not None:
         return OwnEngine.of(own, spec)
     from tasks.engine.vllm.engine import Engine
 
+    if meeting_place is None and spec.tensor > 1:
+        meeting_place = str(new_folder())
     return Engine(spec, meeting_place)

@@ -17,6 +17,7 @@ from tasks.config.identity import Document, settings_digest
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
+from tasks.workers.folders import Folders
 from tasks.workers.group import GroupHandle
 from tasks.workers.interface import Workers
 
@@ -90,7 +91,7 @@ class RunContext:
     config_digest: str
     """Identity of the configuration under which the run was recorded; every manifest of the run carries it."""
     workers: Workers
-    scratch: Path  # local folder for files in transit
+    scratch: Path  # local folder for files in transit; on a cluster at the same path on each host
     fence: Fence | None = None  # the lease under which this process drives the run; a commit without it is refused
     outbox: WriteBehind = field(default_factory=WriteBehind)
     """Jobs that are done behind the stages: storing and publishing."""
@@ -108,6 +109,7 @@ class RunContext:
     sampling: Callable[[], object] = lambda: None  # called when the engines of a rollout hold its weights
     go_on: Callable[[], None] = lambda: None  # called while a rollout samples; raises if it is to end
     revisions: Revisions = FIRST  # the run's revisions, seen from the one that is worked on
+    folders: Folders = field(default_factory=Folders)  # folders that ranks and engines read and write
     documents: Mapping[str, Document] = field(default_factory=dict)
     """Configurations of the run's revisions, by digest, if they differ."""
 

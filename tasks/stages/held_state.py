@@ -3,7 +3,7 @@
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from pydantic import JsonValue
 from storage.errors import CommitConflict, DigestMismatch, StorageError, StorageUnavailable
 from storage.layout import STATE
 from storage.manifest import Part
-from storage.parts import PartWriter, materialize
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
@@ -174,7 +173,7 @@ def saved(
         facts={**facts, IDENTITY: files.identity.model_dump(mode="json")},
         metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": clock - began},
         content=IDENTITY,
-        store=partial(_store, work.writer, folder, files.names, beside),
+        store=partial(_store, work.context.folders.storing(work.writer, folder, files, STATE), beside),
         identified=partial(_identified, group, folder),
     )
 
@@ -204,20 +203,19 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _store(writer: PartWriter, folder: Path, names: Sequence[str], beside: tuple[Part, ...]) -> tuple[Part, ...]:
-    parts = writer.describe_files(folder, names, STATE)
-    writer.store_files(folder, parts, STATE)
-    return (*parts, *beside)
+def _store(state: Callable[[], tuple[Part, ...]], beside: tuple[Part, ...]) -> tuple[Part, ...]:
+    return (*state(), *beside)
 
 
 @contextmanager
 def local_copy(context: RunContext, state: Trained, weights_only: bool = False) -> Iterator[Path]:
-    """A local directory with the files of a state, or with those its weights need, for the duration of a block."""
+    """A directory on each host with the files of a state, or with those its weights need, for a block."""
     folder = context.scratch / f"load-{state.digest[:16]}"
     try:
-        yield materialize(context.root, state.manifest, folder, STATE, needed_for_weights if weights_only else None)
+        wanted = needed_for_weights if weights_only else None
+        yield context.folders.fetch(context.root, state.manifest, folder, STATE, wanted)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        context.folders.remove(folder)
 
 
 def release(context: RunContext, group: TrainerGroup, weights: bool = True) -> dict[str, float]:

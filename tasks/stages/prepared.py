@@ -26,10 +26,10 @@ _TABLES = 3
 
 
 def model_directory(context: RunContext, prepared: Prepared) -> Path:
-    """A local Hugging Face directory with the run's base model, verified on first use in this process."""
+    """A Hugging Face directory on each host with the run's base model, verified on first use in this process."""
     folder, verified = context.scratch / "model", context.scratch / "model.verified"
     if not verified.exists() or verified.read_text(encoding="utf-8") != prepared.digest:
-        materialize(context.root, prepared.manifest, folder, MODEL)
+        context.folders.fetch(context.root, prepared.manifest, folder, MODEL)
         verified.write_text(prepared.digest, encoding="utf-8")
     return folder
 

@@ -11,7 +11,7 @@ from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError
 from storage.manifest import Part
 from storage.ownership.scratch import scratch
-from storage.parts import PartWriter, materialize, read_parts
+from storage.parts import PartWriter, read_parts
 from storage.schema import TEACHER
 from storage.unfinished import find_piece, keep_piece
 from tasks.config.model import TEACHER_KEY, teacher_section
@@ -67,8 +67,8 @@ def taught(
 
 
 def _directory(context: RunContext, source: View) -> Path:
-    """A local Hugging Face directory with the teacher, verified; its name changes with its content. Raises InputError:
-    the stage has stored none."""
+    """A Hugging Face directory on each host with the teacher, verified; its name changes with its content. Raises
+    InputError: the stage has stored none."""
     folder = context.scratch / f"teacher-{source.digest[:16]}"
     verified = folder.with_suffix(".verified")
     if not verified.exists():
@@ -77,6 +77,6 @@ def _directory(context: RunContext, source: View) -> Path:
                 f"{source.manifest.stage} of run {source.manifest.run!r} has stored no teacher: a stage that is done "
                 "again cannot get one. Start a new run, or train on the stored samples with `ratchet retrain`"
             )
-        materialize(context.root, source.manifest, folder, TEACHER_MODEL)
+        context.folders.fetch(context.root, source.manifest, folder, TEACHER_MODEL)
         verified.touch()
     return folder

@@ -1,6 +1,7 @@
 """One weight update as a transaction over all engines: in the end all of them serve the new weights, or none does."""
 
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -9,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from storage import layout
 from storage.errors import RatchetError, SyncMismatch, WorkerLost
 from storage.kill_points import Point
 from tasks.engine.protocol import Arrived, EngineIdentity, weights_digest
 from tasks.stages.context import RunContext
+from tasks.stages.names import Stage
 from tasks.stages.proof import agreed_plan, proven
 from tasks.workers.engines import EngineHandle
 from tasks.workers.group import Pending
@@ -68,8 +71,9 @@ def deliver(
     transaction. Raises SyncMismatch (ranks disagree, or what engines received or loaded is not exactly what was sent;
     no engine has committed, unless the failure is that of a commit) or WorkerLost (a process was lost)."""
     section = context.config.sync
-    way = transport(section.transport, context.workers.placement())
-    with scratch(memory=way != "files") as folder:
+    place = context.workers.placement()
+    way = transport(section.transport, place)
+    with _between_hosts(context, version) if place.apart else scratch(memory=way != "files") as folder:
         update = _Update(context, engines, group, _channel(context, way, folder, len(engines)), stored, noted)
         try:
             with paused():
@@ -79,7 +83,21 @@ def deliver(
             raise
 
 
-def _channel(context: RunContext, way: Transport, folder: Path, engines: int) -> Channel:
+@contextmanager
+def _between_hosts(context: RunContext, version: int) -> Iterator[str]:
+    """A folder of the run in its storage root, for a block."""
+    root, key = context.root, layout.update_folder(context.run, version, Stage.WEIGHT_SYNC, uuid.uuid4().hex)
+    if root.folder is not None:
+        Path(root.folder, key).mkdir(parents=True)
+    try:
+        yield f"{root.url}/{key}"
+    finally:
+        for written in root.keys(key):
+            root.remove(written)
+        root.remove_empty(key)
+
+
+def _channel(context: RunContext, way: Transport, folder: Path | str, engines: int) -> Channel:
     return Channel(
         transport=way,
         folder=str(folder),

@@ -5,7 +5,7 @@ import operator
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import ray
@@ -181,23 +181,27 @@ class PendingCall:
         return self._group.gather(self._references, self._method, deadline_s)
 
 
-def spawn(names: Sequence[str], environments: Sequence[dict[str, str]], detached: bool) -> list[Any]:
-    """Start one actor per name, each with its environment variables on top of the inherited ones. They reserve nothing
-    in Ray: on two cores a pipeline of two ranks and an engine would otherwise wait for ever, and trainer and engine
-    share a card. CUDA_VISIBLE_DEVICES decides which card an actor sees."""
+def spawn(
+    names: Sequence[str],
+    environments: Sequence[dict[str, str]],
+    detached: bool,
+    seats: Sequence[Mapping[str, Any]] = (),
+) -> list[Any]:
+    """Start one actor per name, each with its environment variables on top of the inherited ones. Without `seats`,
+    Ray's options of each, they reserve nothing: on two cores of one host a pipeline of two ranks and an engine would
+    otherwise wait for ever, and CUDA_VISIBLE_DEVICES decides which card an actor sees."""
     host = ray.remote(Host)
     lifetime = "detached" if detached else None
     return [
         host.options(
-            num_cpus=0,
-            num_gpus=0,
+            **{"num_cpus": 0, "num_gpus": 0, **seat},
             max_restarts=0,  # a restarted process would have lost its weights without our knowing
             name=name,
             namespace=NAMESPACE,
             lifetime=lifetime,
             runtime_env={"env_vars": environment},
         ).remote(short_name(name))
-        for name, environment in zip(names, environments, strict=True)
+        for name, environment, seat in zip(names, environments, seats or [{}] * len(names), strict=True)
     ]
 
 

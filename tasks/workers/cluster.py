@@ -112,7 +112,7 @@ class Cluster:
 
     def _start_local(self) -> None:
         ensure_ray_token()
-        _keep_loopback()
+        keep_loopback()
         try:
             with _sigterm_kept():
                 ray.init(
@@ -160,7 +160,7 @@ def _sigterm_kept() -> Iterator[None]:
 def _attach(address: str) -> None:
     repair = "check that the cluster is running, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
     if _reachable(address, repair) in ("localhost", LOOPBACK):
-        _keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
+        keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
     def attach() -> Any:
@@ -183,7 +183,7 @@ def _reachable(address: str, repair: str) -> str:
     return host
 
 
-def _keep_loopback() -> None:
+def keep_loopback() -> None:
     """Stop Ray from replacing 127.0.0.1 by the host's address, on which anyone could reach it. Raises RatchetError:
     this Ray has no such function, so its listeners would not be where they must be."""
     if "resolve_ip_for_localhost" not in vars(ray_services):

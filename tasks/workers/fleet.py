@@ -10,11 +10,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import psutil
 
 from storage.digest import value_digest
 from storage.errors import RatchetError, WorkerLost
+from storage.ownership.scratch import new_folder
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
 from tasks.engine.own import find_engine
@@ -23,8 +25,11 @@ from tasks.engine.start import start_engine
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
-from tasks.workers.placement import Placement, engines_on_a_card, placement
-from tasks.workers.ranks import RankActors, forget_rendezvous, meet, rank_labels, start_trainers
+from tasks.workers.folders import Folders
+from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, this_node
+from tasks.workers.meeting import forget
+from tasks.workers.placement import Placement, bundles, engines_on_a_card, placement, taken, transport
+from tasks.workers.ranks import RankActors, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
 
@@ -34,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 def release(run: str, cluster: Cluster) -> int:
-    """End all processes that a run has left on a cluster, remove the folders where they met, and return their number.
+    """End all processes that a run has left on a cluster, with what Ray keeps for them and their folders, and return
+    their number.
 
     Raises:
         InputError, WorkerLost: the cluster does not answer.
@@ -44,7 +50,8 @@ def release(run: str, cluster: Cluster) -> int:
     groups = find_groups(run)
     for name, actors in groups.items():
         WorkerGroup.found(name, [name] * len(actors), actors).end()
-    forget_rendezvous(run)
+    forget(run)
+    give_up(run)
     return sum(map(len, groups.values()))
 
 
@@ -82,6 +89,8 @@ class Fleet:
         self._trained_under: TrainerConfig | None = None
         self._had_trainers = False
         self._starting = threading.RLock()  # a rollout may run beside a training
+        self._seats: dict[str, Seats] = {}  # on a cluster, by role
+        self.folders: Folders = Folders() if cluster.local else HostFolders()
 
     def __enter__(self) -> "Fleet":
         return self
@@ -105,7 +114,9 @@ class Fleet:
         return self._cluster.settings.device(self._config.device.kind)
 
     def placement(self) -> Placement:
-        return placement(self._config, self._cluster.settings)
+        found = placement(self._config, self._cluster.settings)
+        apart = isinstance(self.folders, HostFolders) and bool(self.folders.others)
+        return found.model_copy(update={"apart": True}) if apart else found
 
     def check_alive(self) -> None:
         """Make sure that Ray, if it was started, still answers.
@@ -132,11 +143,11 @@ class Fleet:
     def _started_engines(self, model_dir: Path) -> list[EngineHandle]:
         self._connect()
         spec = self.engine_spec(model_dir)
+        kept = {place: engine for place, engine in enumerate(self._engines) if engine.alive()}
+        if len(kept) < self._config.engine.count:
+            self._reserve("engines")
         places = range(self._config.engine.count)
-        kept = dict(enumerate(self._engines))
-        self._engines = [
-            kept[place] if place in kept and kept[place].alive() else self._engine(place, spec) for place in places
-        ]
+        self._engines = [kept[place] if place in kept else self._engine(place, spec) for place in places]
         return list(self._engines)
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
@@ -177,6 +188,34 @@ class Fleet:
                 self._run,
             )
 
+    def _reserve(self, role: str) -> None:
+        """Have Ray keep room for the processes of a role, `trainers` or `engines`, on a cluster. Raises InputError,
+        WorkerLost: as `reserve`."""
+        if not isinstance(self.folders, HostFolders):
+            return
+        wanted = bundles(self._config, self.device)
+        if role not in wanted:  # engines that share the ranks' cards
+            role = "trainers"
+        strategy = "PACK" if role == "trainers" else "SPREAD"
+        self._seats[role] = reserve(self._run, role, wanted[role], strategy, role in self._seats)
+        hosts = {node for seats in self._seats.values() for node in seats.nodes}
+        tensor, ranks = self._config.train.parallel.tensor, self._seats.get("trainers")
+        of_ranks = () if ranks is None else tuple(node for node in ranks.nodes for _ in range(tensor))
+        self.folders.moved(hosts - {this_node()}, of_ranks)
+        transport(self._config.sync.transport, self.placement())
+
+    def _seats_of_ranks(self) -> list[dict[str, Any]]:
+        if "trainers" not in self._seats:
+            return []
+        parallel, (amount, _) = self._config.train.parallel, taken(self._config, self.device)
+        return [self._seats["trainers"].options(rank // parallel.tensor, amount) for rank in range(parallel.world_size)]
+
+    def _seat_of_engine(self, place: int) -> list[dict[str, Any]]:
+        seats = self._seats.get("engines", self._seats.get("trainers"))
+        if seats is None:
+            return []
+        return [seats.options(place % len(seats.nodes), taken(self._config, self.device)[1])]
+
     def _connect(self) -> None:
         self.check_alive()
         self._cluster.start()
@@ -185,7 +224,7 @@ class Fleet:
         """Arguments that the engines are started with; raises as `device`."""
         section, deterministic = self._config.engine, self._config.device.deterministic
         fast = self.device == "cuda" and not deterministic
-        sharing = engines_on_a_card(section, len(self._cluster.settings.gpus)) if self.device == "cuda" else 1
+        sharing = engines_on_a_card(section, self._cards) if self.device == "cuda" else 1
         return EngineSpec.model_validate(
             {
                 "model_dir": str(model_dir),
@@ -204,6 +243,12 @@ class Fleet:
             }
         )
 
+    @property
+    def _cards(self) -> int:
+        """Cards that engines may share: those that are visible, or on a cluster those of the ranks."""
+        settings = self._cluster.settings
+        return len(settings.gpus) if settings.local else self._config.train.parallel.world_size
+
     def _engine(self, place: int, spec: EngineSpec) -> EngineHandle:
         labels = [f"engine {place}"]
         role = f"{self._run}/engine-{place}"
@@ -214,22 +259,26 @@ class Fleet:
         if group is None:
             environment = engine_environment(spec.device, cards, settings.local)
             names = fresh_names(prefix, 1)
-            meeting_place = meet(names, settings) if spec.tensor > 1 else None
-            group = RankActors(labels, spawn(names, [environment], detached=not settings.local), meeting_place)
+            meeting_place = new_folder() if spec.tensor > 1 and settings.local else None
+            actors = spawn(names, [environment], not settings.local, self._seat_of_engine(place))
+            group = RankActors(labels, actors, meeting_place)
             folder = None if meeting_place is None else str(meeting_place)
             own = None if section.function is None else find_engine(section.function, section.source)
             group.start(start_engine, [(spec, folder, own)], self._config.workers.start_deadline_s)
         return EngineHandle.of(group, self._config.workers)
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
+        self._reserve("trainers")
         role = f"{self._run}/trainers"
         deterministic = self._config.device.deterministic
         prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
         found = self._found(role, prefix, rank_labels(config.parallel.world_size))
         if found is None:
             deadline_s = self._config.workers.start_deadline_s
-            settings = self._cluster.settings
-            found = start_trainers(prefix, model_dir, config, self.device, settings, deadline_s, deterministic)
+            settings, seats = self._cluster.settings, self._seats_of_ranks()
+            found = start_trainers(
+                prefix, model_dir, config, self.device, settings, deadline_s, deterministic, seats=seats
+            )
         replaces, self._had_trainers = self._had_trainers, True
         return TrainerGroup.of(found, self._config.workers, replaces)
 

@@ -11,6 +11,9 @@ from trainer_core.config import Device
 from trainer_core.frozen import Frozen
 from trainer_core.weights.channel import Transport
 
+_OF_A_RANK = 0.6
+"""Share of a card that a rank takes for Ray where engines share it: more than half, so that no two ranks do."""
+
 
 class Placement(Frozen):
     """Cards of trainer ranks and engines."""
@@ -23,6 +26,8 @@ class Placement(Frozen):
     """The cards of each engine, one for each of its workers."""
     one_host: bool = True
     """True if all cards are certainly those of one host; a Ray cluster that is attached to may have several."""
+    apart: bool = False
+    """True if flow, ranks and engines are on several hosts."""
     reads: bool | None = None
     """True if the engines' cards can read the memory of the trainer's cards; None if that is not known."""
 
@@ -40,8 +45,12 @@ class Placement(Frozen):
     @property
     def shown(self) -> str:
         """For a message."""
+        if self.apart:
+            return "several hosts"
         if self.device == "cpu":
             return "CPU"
+        if not self.ranks:
+            return "the cards that Ray chooses"
         engines = "; ".join(",".join(cards) for cards in self.engines)
         return f"cards {','.join(self.ranks)} (trainer) and {engines} (engines)"
 
@@ -54,15 +63,38 @@ def placement(config: RunConfig, settings: Settings) -> Placement:
     """The cards of the processes of a run on this machine. Raises InputError: CUDA is requested but no card is visible;
     or an engine needs more cards than there are, or than the trainer leaves."""
     device, section = settings.device(config.device.kind), config.engine
-    if device == "cpu":
-        return Placement(device=device, engines=((),) * section.count)
+    if device == "cpu" or not settings.local:  # Ray chooses cards of a cluster
+        return Placement(device=device, engines=((),) * section.count, one_host=settings.local)
     ranks = settings.gpus[: config.train.parallel.world_size]
     cards = settings.gpus if section.cards == "shared" else _cards_of_engines(config, settings.gpus)
     engines = tuple(engine_cards(cards, place, section.tensor) for place in range(section.count))
-    place = Placement(device=device, ranks=ranks, engines=engines, one_host=settings.local)
-    if place.one_card or not place.one_host:
+    place = Placement(device=device, ranks=ranks, engines=engines)
+    if place.one_card:
         return place
     return place.model_copy(update={"reads": can_read(_pairs(place, settings.gpus))})
+
+
+def bundles(config: RunConfig, device: Device) -> dict[str, list[dict[str, float]]]:
+    """Bundles that Ray keeps on a cluster, each on one host: for the role `trainers` one for each tensor group, and
+    for `engines` one for each, unless they share the ranks' cards."""
+    resource, parallel, section = "CPU" if device == "cpu" else "GPU", config.train.parallel, config.engine
+    groups = parallel.world_size // parallel.tensor
+    found = {"trainers": [{resource: float(parallel.tensor)}] * groups}
+    if device == "cpu" or section.cards == "own":
+        return found | {"engines": [{resource: float(section.tensor)}] * section.count}
+    if section.tensor > 1:
+        fact = f"engine.tensor is {section.tensor} and engines share cards with the trainer"
+        raise InputError(f'{fact}, which a Ray cluster cannot do: set engine.cards to "own", or engine.tensor to 1')
+    return found
+
+
+def taken(config: RunConfig, device: Device) -> tuple[dict[str, float], dict[str, float]]:
+    """Resources that a trainer rank takes of its bundle, and that an engine takes: two ranks never share a card."""
+    if device == "cpu" or config.engine.cards == "own":
+        resource = "CPU" if device == "cpu" else "GPU"
+        return {resource: 1.0}, {resource: float(config.engine.tensor)}
+    sharing = math.ceil(config.engine.count / config.train.parallel.world_size)
+    return {"GPU": _OF_A_RANK}, {"GPU": math.floor((1 - _OF_A_RANK) / sharing * 1e4) / 1e4}
 
 
 def engines_on_a_card(section: EngineSection, cards: int) -> int:
@@ -83,9 +115,14 @@ def transport(wanted: TransportChoice, place: Placement) -> Transport:
     """The way of the weights: the fastest that was seen to work for such processes, unless one is asked for.
     `collective` is never taken by itself: NCCL connects again in every update. Raises InputError: what is asked for
     cannot work there."""
+    if place.apart:
+        if wanted not in ("auto", "files"):
+            fact = f'sync.transport is "{wanted}", which needs all processes on one host, and Ray has them on several'
+            raise InputError(f'{fact}: use "auto" or "files"')
+        return "files"
     if wanted == "cuda":
         _check_cuda(place)
-    if wanted == "collective" and place.device == "cuda" and not place.own_cards:
+    if wanted == "collective" and place.device == "cuda" and place.one_host and not place.own_cards:
         fact = f'sync.transport is "collective", but NCCL needs a card for each process, and they are on {place.shown}'
         raise InputError(f'{fact}; use "auto", or engine.cards = "own"')
     if wanted != "auto":

@@ -1,39 +1,46 @@
 """Starting the trainer ranks as Ray actors."""
 
-import re
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import ray.util
+
 from storage.errors import InputError
 from storage.ownership.scratch import new_folder
-from tasks.config.environment import Settings, trainer_environment
-from tasks.workers.actors import TOKEN_CHARACTERS, WorkerGroup, fresh_names, group_name, spawn
+from tasks.config.environment import Settings, trainer_environment, use_interface_of
+from tasks.workers import meeting
+from tasks.workers.actors import WorkerGroup, fresh_names, group_name, spawn
 from trainer_core.config import Device, RankSpec, TrainerConfig
 from trainer_core.protocol import TrainerProtocol
 from trainer_core.start import start_trainer
 
-_MEETING = "ratchet-rendezvous"
+Start = Callable[[str, TrainerConfig, RankSpec], TrainerProtocol]
 
 
 class RankActors(WorkerGroup):
-    """The actors of trainer ranks, or of an engine, and the folder of their rendezvous."""
+    """The actors of trainer ranks, or of an engine, and what they have met in: a folder of this host, or, under the
+    name of their group, a cluster."""
 
-    def __init__(self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None) -> None:
+    def __init__(
+        self, labels: Sequence[str], actors: Sequence[Any], meeting_place: Path | None = None, name: str | None = None
+    ) -> None:
         super().__init__(labels, actors)
-        self._meeting_place = meeting_place
+        self._meeting_place, self._name = meeting_place, name
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
-        """A group that an earlier flow process has started, with the folder where its ranks met."""
-        return cls(labels, actors, rendezvous(name))
+        """A group that an earlier flow process has started on a cluster."""
+        return cls(labels, actors, name=name)
 
     def end(self) -> None:
         super().end()
         if self._meeting_place is not None:
             shutil.rmtree(self._meeting_place, ignore_errors=True)
+        if self._name is not None:
+            meeting.forget(self._name)
 
 
 def start_trainers(
@@ -44,54 +51,52 @@ def start_trainers(
     settings: Settings,
     deadline_s: float,
     deterministic: bool = False,
-    start: Callable[[str, TrainerConfig, RankSpec], TrainerProtocol] = start_trainer,
+    start: Start = start_trainer,
+    seats: Sequence[Mapping[str, Any]] = (),
 ) -> RankActors:
-    """Start the ranks of the layout without waiting for them. They meet at a file, so that no port is opened. They have
-    `deadline_s` to start; `deterministic` restricts them to kernels whose results do not depend on timing, and `start`
-    makes a rank in its process. Raises InputError: there are fewer cards than ranks."""
+    """Start the ranks of the layout without waiting for them. They meet at a file of this host, or on a cluster by
+    Ray, so that no port is opened for that. They have `deadline_s` to start; `deterministic` restricts them to kernels
+    whose results do not depend on timing, and `start` makes a rank in its process. `seats` are Ray's options of each
+    rank. Raises InputError: there are fewer cards than ranks."""
     world_size = config.parallel.world_size
-    if device == "cuda" and world_size > len(settings.gpus):
+    if device == "cuda" and settings.local and world_size > len(settings.gpus):
         raise InputError(
             f"the layout {config.parallel} needs {world_size} GPUs, one per rank, but {len(settings.gpus)} are "
             "visible; choose a smaller layout under [train.parallel]"
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     names = fresh_names(prefix, world_size)
-    meeting_place = meet(names, settings)
-    actors = spawn(names, [environment] * world_size, detached=not settings.local)
-    group = RankActors(rank_labels(world_size), actors, meeting_place)
-    ranks = rank_specs(world_size, meeting_place / "store", device, deterministic)
+    actors = spawn(names, [environment] * world_size, not settings.local, seats)
+    if settings.local:
+        group = RankActors(rank_labels(world_size), actors, folder := new_folder())
+        store = str(folder / "store")
+    else:
+        group = RankActors.found(group_name(names[0]), rank_labels(world_size), actors)
+        store, start = meeting.meeting(group_name(names[0])), partial(_on_its_host, start)
+    ranks = rank_specs(world_size, store, device, deterministic, settings.local)
     group.start(start, [(model_dir, config, rank) for rank in ranks], deadline_s)
     return group
 
 
-def meet(names: Sequence[str], settings: Settings) -> Path:
-    """A new folder where the processes of a group meet, given the names of its actors."""
-    # detached ones outlive this process, and so must the folder
-    folder = new_folder() if settings.local else rendezvous(group_name(names[0]))
-    folder.mkdir(mode=0o700, exist_ok=settings.local)
-    return folder
+def _on_its_host(
+    start: Callable[[str, TrainerConfig, RankSpec], TrainerProtocol],
+    model_dir: str,
+    config: TrainerConfig,
+    rank: RankSpec,
+) -> TrainerProtocol:
+    """Start a rank where others may be on other hosts."""
+    use_interface_of(ray.util.get_node_ip_address())
+    meeting.enable()
+    return start(model_dir, config, rank)
 
 
-def rendezvous(group: str) -> Path:
-    """Folder in which the detached ranks of a group meet; its name contains theirs, to be removed with them."""
-    run, token = group.partition("/")[0], group.rpartition("/")[2]
-    return Path(tempfile.gettempdir(), f"{_MEETING}-{run}-{token}")
-
-
-def forget_rendezvous(run: str) -> list[Path]:
-    """Remove the folders where groups of a run met; returns them."""
-    name = re.compile(rf"{_MEETING}-{re.escape(run)}-[0-9a-f]{{{TOKEN_CHARACTERS}}}")
-    found = [path for path in Path(tempfile.gettempdir()).glob(f"{_MEETING}-*") if name.fullmatch(path.name)]
-    for path in found:
-        shutil.rmtree(path, ignore_errors=True)
-    return found
-
-
-def rank_specs(world_size: int, store: Path, device: Device, deterministic: bool) -> list[RankSpec]:
-    """The places of the ranks of one host, which meet at the file `store`."""
-    common = {"world_size": world_size, "store": str(store), "device": device, "deterministic": deterministic}
-    return [RankSpec.model_validate({"rank": rank, "local_rank": rank, **common}) for rank in range(world_size)]
+def rank_specs(world_size: int, store: str, device: Device, deterministic: bool, local: bool = True) -> list[RankSpec]:
+    """The places of the ranks, which meet at `store`. Where Ray chooses the cards, each sees one."""
+    common = {"world_size": world_size, "store": store, "device": device, "deterministic": deterministic}
+    return [
+        RankSpec.model_validate({"rank": rank, "local_rank": rank if local else 0, **common})
+        for rank in range(world_size)
+    ]
 
 
 def rank_labels(world_size: int) -> list[str]:

@@ -24,7 +24,8 @@ class TrainerGroup(GroupHandle, TrainerProtocol, forwards=TrainerProtocol):
     def save(self, directory: Path) -> SavedFiles:
         """`TrainerProtocol.save`; the names of all ranks' files, sorted."""
         ranks = self.results(self.submit(TrainerProtocol.save, directory))
-        return SavedFiles(tuple(sorted({name for rank in ranks for name in rank.names})), ranks[0].identity)
+        of_ranks = tuple(rank.names for rank in ranks)
+        return SavedFiles(tuple(sorted({name for names in of_ranks for name in names})), ranks[0].identity, of_ranks)
 
     def release(self, memory: MemoryConfig) -> int:
         """`TrainerProtocol.release`; the bytes of all ranks together."""

@@ -64,7 +64,7 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
         raise InputError(f"{fact}; start {parallel.world_size} of them")
     dist.init_process_group(
         platform.backend,
-        init_method=f"file://{spec.store}",
+        init_method=spec.store if "://" in spec.store else f"file://{spec.store}",
         rank=spec.rank,
         world_size=spec.world_size,
         timeout=datetime.timedelta(seconds=spec.timeout_seconds),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import fsspec.core
 import numpy as np
 
 from storage.errors import StorageUnavailable, SyncMismatch
@@ -43,7 +44,13 @@ def idle() -> None:
 
 
 def fail(folder: str | Path, reason: str) -> None:
-    """Stop all users of the channel in `folder`; the first reason counts. On a full disk the mark is empty."""
+    """Stop all users of the channel in `folder`, a path or a URL; the first reason counts. On a full disk the mark is
+    empty."""
+    if "://" in str(folder):
+        fs, place = fsspec.core.url_to_fs(f"{folder}/{FAILED}")
+        if not fs.exists(place):
+            fs.pipe_file(place, reason.encode() or UNKNOWN.encode())
+        return
     place = Path(folder)
     own = place / f"{FAILED}-{os.getpid()}-{time.monotonic_ns()}"
     try:

@@ -40,7 +40,7 @@ def test_deterministic_kernels_are_asked_for_before_their_libraries_start():
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_every_rank_knows_whether_to_be_deterministic(tmp_path, deterministic):
-    ranks = rank_specs(2, tmp_path / "store", "cuda", deterministic)
+    ranks = rank_specs(2, str(tmp_path / "store"), "cuda", deterministic)
     assert [rank.deterministic for rank in ranks] == [deterministic] * 2
     assert [(rank.rank, rank.local_rank, rank.world_size) for rank in ranks] == [(0, 0, 2), (1, 1, 2)]
 

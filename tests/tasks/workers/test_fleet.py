@@ -15,12 +15,14 @@ import torch
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings
+from tasks.config.run import DeviceSection
 from tasks.engine.protocol import EngineIdentity, Sampling
 from tasks.stages import transaction
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
 from tasks.workers.sampling import Batch, sample
+from tests.ray_nodes import ray_nodes
 from tests.tasks.engine_process import weights_of
 from tests.tasks.engine_update import update
 from tests.tasks.workers.test_cluster import listening_addresses
@@ -212,10 +214,9 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])["weight_version"]
 
-    config = config_of(model)
-    with Cluster(LOCAL) as cluster:
-        cluster.start()
-        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    config = config_of(model).model_copy(update={"device": DeviceSection(kind="cpu")})
+    with ray_nodes(1) as (address, _):
+        environment = {**os.environ, "RAY_ADDRESS": address}
         assert later(config, "update", str(tmp_path / "update")) == 7
         assert later(config, "look") == 7
         smaller = config.model_copy(update={"engine": config.engine.model_copy(update={"max_num_seqs": 8})})

@@ -1,12 +1,22 @@
 """Cards on which processes compute, and the resulting transport of the weights."""
 
+import math
+
 import pytest
 
 from storage.errors import InputError
 from tasks.config.environment import Settings
 from tasks.engine.protocol import EngineSpec
 from tasks.workers.fleet import engine_digest
-from tasks.workers.placement import Placement, engine_cards, engines_on_a_card, placement, transport
+from tasks.workers.placement import (
+    Placement,
+    bundles,
+    engine_cards,
+    engines_on_a_card,
+    placement,
+    taken,
+    transport,
+)
 from tests.small.config import small_config
 
 CPU = Placement(device="cpu", engines=((), ()))
@@ -136,12 +146,55 @@ def test_engines_that_share_a_card_are_counted(tensor, count, cards, expected):
     assert engines_on_a_card(section, 2) == expected
 
 
+ATTACHED = Settings(ray_address="head:6379", ray_token=None, gpus=("0", "1"))
+WITHOUT_CARD = Settings(ray_address="head:6379", ray_token=None, gpus=())
+
+
 def test_a_cluster_is_not_taken_for_one_host():
-    config, gpus = small_config(["sync.transport=cuda"]), ("0", "1")
-    found = placement(config, Settings(ray_address="head:6379", ray_token=None, gpus=gpus))
+    found = placement(small_config(["sync.transport=cuda"]), ATTACHED)
     assert not found.one_host
     with pytest.raises(InputError, match="not certain for a Ray cluster"):
         transport("cuda", found)
+
+
+@pytest.mark.parametrize("wanted", ["memory", "cuda", "collective"])
+def test_weights_go_from_host_to_host_by_storage_alone(wanted):
+    found = placement(small_config(), ATTACHED).model_copy(update={"apart": True})
+    assert transport("auto", found) == transport("files", found) == "files"
+    with pytest.raises(InputError, match=f'sync.transport is "{wanted}".* on several: use "auto" or "files"'):
+        transport(wanted, found)
+
+
+def test_a_head_without_cards_does_not_decide_for_its_cluster():
+    with pytest.raises(InputError, match=r'device.kind is "auto".*RAY_ADDRESS.*"cuda" or "cpu"'):
+        WITHOUT_CARD.device("auto")
+    assert WITHOUT_CARD.device("cuda") == ATTACHED.device("auto") == "cuda"
+    assert WITHOUT_CARD.device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "trainers", "engines"),
+    [
+        ("cpu", ["engine.count=2"], [{"CPU": 1}] * 2, [{"CPU": 1}] * 2),
+        ("cpu", ["train.parallel.tensor=2"], [{"CPU": 2}] * 2, [{"CPU": 1}]),
+        ("cuda", ["train.parallel.tensor=2", "engine.tensor=2", OWN], [{"GPU": 2}] * 2, [{"GPU": 2}]),
+        ("cuda", ["engine.count=2"], [{"GPU": 1}] * 2, None),
+    ],
+)
+def test_a_tensor_group_and_an_engine_are_on_one_host_each(device, settings, trainers, engines):
+    found = bundles(small_config(settings), device)
+    assert (found["trainers"], found.get("engines")) == (trainers, engines)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_card_of_a_cluster_has_room_for_its_rank_and_engines_and_not_for_two_ranks(count):
+    rank, engine = (sum(one.values()) for one in taken(small_config([f"engine.count={count}"]), "cuda"))
+    assert 2 * rank > 1 >= rank + math.ceil(count / 2) * engine
+
+
+def test_engines_of_several_cards_do_not_share_those_of_a_cluster():
+    with pytest.raises(InputError, match=r'engine.tensor is 2 .* set engine.cards to "own", or engine.tensor to 1'):
+        bundles(small_config(["engine.tensor=2"]), "cuda")
 
 
 def test_an_engine_on_other_cards_is_another_one():

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import ray
@@ -10,7 +11,8 @@ import ray
 from tasks.config.environment import Settings
 from tasks.workers.actors import find_groups, fresh_names, group_name, spawn
 from tasks.workers.cluster import Cluster
-from tasks.workers.ranks import rendezvous
+from tasks.workers.kept_by_ray import RayStore
+from tasks.workers.meeting import left
 
 BLOCK = """
 import sys
@@ -39,11 +41,12 @@ def cluster():
 
 
 def leave(run: str, count: int) -> str:
-    """Detached actors as the ranks of a run leave them, with their process group's folder; returns the group's name."""
+    """Detached actors as the ranks of a run leave them, with what they have met in; returns the group's name."""
     names = fresh_names(f"{run}/trainers/1234", count)
     actors = spawn(names, [{}] * count, detached=True)
     ray.get([actor.pid.remote() for actor in actors])
-    rendezvous(group_name(names[0])).mkdir()
+    meet = RayStore(group_name(names[0]), "ratchet-meeting", timedelta(seconds=5))
+    meet.set("rank-0", "here")
     return group_name(names[0])
 
 
@@ -57,19 +60,13 @@ def carry_out(how: str) -> str:
 @pytest.mark.slow
 def test_a_run_that_ends_well_or_is_stopped_leaves_nothing_on_the_cluster(cluster):
     groups = [leave(run, count) for run, count in (("run", 2), ("run", 1), ("run-2", 1))]
-    folders = [rendezvous(group) for group in groups]
-    try:
-        carry_out("fail")
-        assert len(find_groups("run")) == 2
-        assert all(folder.is_dir() for folder in folders)
-        carry_out("succeed")
-        assert find_groups("run") == {}
-        assert [folder.is_dir() for folder in folders] == [False, False, True]
-        assert list(find_groups("run-2")) == [groups[2]]
-        leave("run", 3)
-        assert carry_out("stop") == "3\n"
-        assert find_groups("run") == {}
-    finally:
-        for folder in folders:
-            if folder.is_dir():
-                folder.rmdir()
+    carry_out("fail")
+    assert len(find_groups("run")) == 2
+    assert all(left(group) for group in groups)
+    carry_out("succeed")
+    assert find_groups("run") == {}
+    assert [bool(left(group)) for group in groups] == [False, False, True]
+    assert list(find_groups("run-2")) == [groups[2]]
+    leave("run", 3)
+    assert carry_out("stop") == "3\n"
+    assert find_groups("run") == {}

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import fsspec.core
 import torch
@@ -20,7 +20,7 @@ _PAUSE_S = 0.05  # an object store is asked twenty times a second
 class _BucketFiles:
     def __init__(self, channel: Channel, plan: WeightPlan, device: torch.device) -> None:
         fs, folder = fsspec.core.url_to_fs(channel.folder)
-        self._fs: Any = fs
+        self._fs, self._url = cast(Any, fs), channel.folder
         self._folder, self._deadline_s, self._device = str(folder), channel.deadline_s, device
         self._planned = tensors_of(plan)
         self._local = "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
@@ -30,10 +30,7 @@ class _BucketFiles:
             raise SyncMismatch(self._fs.cat_file(f"{self._folder}/{FAILED}").decode() or UNKNOWN)
 
     def fail(self, reason: str) -> None:
-        if self._local:
-            fail(self._folder, reason)
-        else:
-            self._put(f"{self._folder}/{FAILED}", reason.encode())
+        fail(self._folder if self._local else self._url, reason)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,262 @@
+"""The hosts of a run on a Ray cluster: what Ray keeps for its processes there, and each host's own folder.
+
+Ray chooses hosts and cards. Files get from host to host through the storage root alone.
+"""
+
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from storage import layout
+from storage.backends.root import Root, open_root
+from storage.errors import InputError, RatchetError, WorkerLost
+from storage.manifest import Manifest, Part
+from storage.ownership.scratch import scratch
+from storage.parts import PartWriter, materialize
+from tasks.config.code_version import code_version
+from tasks.config.environment import host_environment
+from tasks.workers.folders import Folders, Wanted, stored
+from trainer_core.protocol import SavedFiles
+
+_FIT_S = 10.0  # for which room is waited for: another run may just be ending
+_AGAIN_S = 90.0  # the same after a loss: Ray takes up to half a minute to give a host up
+_ANSWER_S = 60.0  # the first process of a host imports for some seconds
+_FILES_S = 3600.0
+
+Bundles = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Resources that Ray keeps for the processes of one role: bundles, each on one host."""
+
+    group: PlacementGroup
+    nodes: tuple[str, ...]  # Ray's name of the host of each bundle
+
+    def options(self, bundle: int, resources: Mapping[str, float]) -> dict[str, Any]:
+        """Ray's options of an actor that takes these resources of a bundle."""
+        place = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=bundle)
+        return {"scheduling_strategy": place} | {f"num_{one.lower()}s": amount for one, amount in resources.items()}
+
+
+def reserve(run: str, role: str, bundles: Bundles, strategy: str, again: bool = False) -> Seats:
+    """Have Ray keep bundles for a role, as for an earlier process of the run, on hosts that answer. After a loss,
+    `again`, another host may be joining. Raises InputError: there is no room, or a host has another version of the
+    code; WorkerLost: there is no room any more, or a host does not answer."""
+    deadline = time.monotonic() + (_AGAIN_S if again else _FIT_S)
+    group = _kept(f"{run}/{role}", bundles)
+    group = group or placement_group([dict(one) for one in bundles], strategy, f"{run}/{role}", "detached")
+    while True:
+        silent: WorkerLost | None = None
+        if group.wait(max(1.0, min(_FIT_S, deadline - time.monotonic()))):
+            placed = placement_group_table(group)["bundles_to_node_id"]
+            nodes = tuple(placed[place] for place in range(len(bundles)))
+            try:
+                _check_versions(sorted(set(nodes)))
+                return Seats(group, nodes)
+            except WorkerLost as loss:  # of a host that Ray has not given up yet
+                silent = loss
+            except InputError:
+                remove_placement_group(group)
+                raise
+        if time.monotonic() > deadline:
+            refusal = silent or (WorkerLost if again else InputError)(_no_room(run, role, bundles))
+            remove_placement_group(group)
+            raise refusal
+        time.sleep(1)
+
+
+def give_up(run: str) -> None:
+    """Give back what Ray keeps for a run, with the processes that are left there, and remove its folders."""
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(f"{run}/") and entry["state"] != "REMOVED":
+            remove_placement_group(ray.util.get_placement_group(entry["name"]))
+    shutil.rmtree(run_folder(run), ignore_errors=True)
+    others = sorted(_addresses().keys() - {this_node()})
+    with suppress(WorkerLost):  # a host that dies takes its files along
+        on_each(others, partial(shutil.rmtree, ignore_errors=True), str(run_folder(run)))
+
+
+def run_folder(run: str) -> Path:
+    """A run's own folder on each host, for files in transit."""
+    return Path(tempfile.gettempdir(), f"ratchet-of-{os.getuid()}-{run}")
+
+
+@contextmanager
+def transit(run: str, local: bool) -> Iterator[Path]:
+    """A folder of this host for files in transit, for a block. That of a cluster stays until `give_up`, for processes
+    that stay. Raises InputError: it is another user's."""
+    if local:
+        with scratch() as folder:
+            yield folder
+        return
+    folder = run_folder(run)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise InputError(f"{folder} is another user's, and run {run} needs it: remove it, or choose another --run")
+    for marked in folder.glob("*.verified"):  # by an earlier process, which knew other hosts
+        marked.unlink()
+    yield folder
+
+
+def this_node() -> str:
+    """Ray's name of the host of this process."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def on_each[R](nodes: Sequence[str], work: Callable[..., R], *arguments: Any, deadline_s: float = _ANSWER_S) -> list[R]:
+    """Answers of `work`, done on each of these hosts at the same time. Raises what it raises, with the host, or
+    WorkerLost: a host does not answer."""
+    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": host_environment()}}
+    task = ray.remote(_do)
+    begun = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options).remote(
+            work, *arguments
+        )
+        for node in nodes
+    ]
+    end = time.monotonic() + deadline_s
+    return [_answer(reference, node, end) for reference, node in zip(begun, nodes, strict=True)]
+
+
+class HostFolders(Folders):
+    """Folders at the same paths on this host and on all others that have ranks or engines."""
+
+    def __init__(self) -> None:
+        self._fetched: dict[Path, tuple[Any, ...]] = {}
+        self._there: set[tuple[Path, str]] = set()  # on which other host each is
+        self.others: tuple[str, ...] = ()
+        self.of_ranks: tuple[str, ...] = ()
+
+    def moved(self, others: Iterable[str], of_ranks: tuple[str, ...]) -> None:
+        """Note where processes are about to be, and fetch there what they will need."""
+        self.others, self.of_ranks = tuple(sorted(others)), of_ranks
+        for folder in self._fetched:
+            self._bring(folder)
+
+    def fetch(
+        self, root: Root, manifest: Manifest, folder: Path, prefix: str = "", wanted: Wanted | None = None
+    ) -> Path:
+        self._fetched[folder] = (root.url, manifest, folder, prefix, wanted)
+        self._bring(folder)
+        return super().fetch(root, manifest, folder, prefix, wanted)
+
+    def storing(
+        self, writer: PartWriter, folder: Path, saved: SavedFiles, prefix: str
+    ) -> Callable[[], tuple[Part, ...]]:
+        if not self.others:
+            return super().storing(writer, folder, saved, prefix)
+        return partial(_store, writer, folder, tuple(zip(self.of_ranks, saved.of_ranks, strict=True)), prefix)
+
+    def remove(self, folder: Path) -> None:
+        super().remove(folder)
+        self._fetched.pop(folder, None)
+        there = sorted(node for known, node in self._there if known == folder)
+        self._there -= {(folder, node) for node in there}
+        with suppress(WorkerLost):  # a host that dies takes its files along
+            on_each(there, partial(shutil.rmtree, ignore_errors=True), str(folder))
+
+    def _bring(self, folder: Path) -> None:
+        new = [node for node in self.others if (folder, node) not in self._there]
+        on_each(new, _fetch, *self._fetched[folder], deadline_s=_FILES_S)
+        self._there.update((folder, node) for node in new)
+
+
+def _do[R](work: Callable[..., R], *arguments: Any) -> R:
+    return work(*arguments)
+
+
+def _fetch(url: str, manifest: Manifest, folder: Path, prefix: str, wanted: Wanted | None) -> None:
+    root = open_root(url)
+    if not root.exists(layout.run_config_key(manifest.run)):
+        raise InputError(
+            f"run {manifest.run} cannot be seen at the storage root {url} from here: use an object store, with its "
+            "credentials and endpoint in the environment of `ray start`, or a folder that all hosts mount"
+        )
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:  # two of Ray's nodes may share this folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        materialize(root, manifest, folder, prefix, wanted)
+
+
+def _store(
+    writer: PartWriter, folder: Path, saved: Sequence[tuple[str, tuple[str, ...]]], prefix: str
+) -> tuple[Part, ...]:
+    """Let each host store what its ranks have saved."""
+    plain = replace(writer, root=replace(writer.root, backend=None))
+    parts: list[Part] = []
+    for node, entries in itertools.groupby(sorted(saved), key=lambda entry: entry[0]):
+        names = tuple(name for _, of_rank in entries for name in of_rank)
+        parts += on_each([node], _store_here, plain, folder, names, prefix, deadline_s=_FILES_S)[0]
+    return tuple(sorted(parts, key=lambda part: part.name))
+
+
+def _store_here(writer: PartWriter, folder: Path, names: tuple[str, ...], prefix: str) -> tuple[Part, ...]:
+    root = open_root(writer.root.url).with_patience(writer.root.patience)
+    return stored(replace(writer, root=root), folder, names, prefix)
+
+
+def _check_versions(nodes: Sequence[str]) -> None:
+    """Raises InputError: a host has other code; WorkerLost: one does not answer."""
+    for node, version in zip(nodes, on_each(nodes, code_version), strict=True):
+        if version != code_version():
+            raise InputError(
+                f"host {_addresses().get(node, node)} has version {version} of Ratchet, and this one {code_version()}: "
+                "install the same on all hosts, at the same path"
+            )
+
+
+def _kept(name: str, bundles: Bundles) -> PlacementGroup | None:
+    """Group that an earlier process of the run has reserved under that name; any other of the name is given back."""
+    try:
+        group = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
+    if group.bundle_specs == [dict(one) for one in bundles]:
+        return group
+    remove_placement_group(group)
+    return None
+
+
+def _no_room(run: str, role: str, bundles: Bundles) -> str:
+    names = sorted({name for one in bundles for name in one})
+    asked = ", ".join(f"{sum(one[name] for one in bundles):g} {name}" for name in names)
+    free, whole = ray.available_resources(), ray.cluster_resources()
+    had = ", ".join(f"{free.get(name, 0):g} of {whole.get(name, 0):g} {name} free" for name in names)
+    each = ", ".join(f"{bundles[0][name]:g} {name}" for name in names)
+    hosts = ", ".join(sorted(_addresses().values()))
+    return (
+        f"there is no room on the Ray cluster for the {role} of run {run}: {asked} are needed, {each} together on one "
+        f"host, and there are {had} on {len(_addresses())} hosts ({hosts}). End another run (`ratchet stop RUN`), "
+        "start Ray on another host, or choose a smaller layout under [train.parallel] or engine.count"
+    )
+
+
+def _addresses() -> dict[str, str]:
+    """The address of each live host by Ray's name of it."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def _answer(reference: Any, node: str, end: float) -> Any:
+    try:
+        return ray.get(reference, timeout=max(0.0, end - time.monotonic()))
+    except RayTaskError as error:
+        kind = type(error.cause) if isinstance(error.cause, RatchetError) else WorkerLost
+        raise kind(f"host {_addresses().get(node, node)}: {error.cause}") from error
+    except (RayError, GetTimeoutError) as error:
+        first = str(error).partition("\n")[0]
+        raise WorkerLost(f"host {_addresses().get(node, node)} does not answer ({first})") from error

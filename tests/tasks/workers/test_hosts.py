@@ -1,0 +1,98 @@
+"""Two of Ray's nodes on this machine: room for roles, refusals, folders, and the store in which ranks meet."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from storage import layout
+from storage.backends.root import open_root
+from storage.errors import InputError, WorkerLost
+from storage.manifest import Manifest
+from storage.parts import PartWriter
+from tasks.workers import meeting
+from tasks.workers.cluster import LOOPBACK
+from tasks.workers.hosts import HostFolders, give_up, on_each, reserve, this_node
+from tasks.workers.kept_by_ray import RayStore
+from tests.ray_nodes import ray_nodes
+from trainer_core.protocol import SavedFiles
+
+pytestmark = pytest.mark.slow
+NOW = datetime.now(UTC)
+PAIR = [{"CPU": 1.0}] * 2
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Ray's names of two nodes with two processors each; this process is on a third one, without any."""
+    with ray_nodes(2, 2) as (_, made):
+        yield made
+
+
+def manifest_of(parts):
+    return Manifest(
+        run="run", iteration=0, stage="train", parts=parts, config_digest="", code_version="", started=NOW, finished=NOW
+    )
+
+
+def test_a_role_is_packed_or_spread_and_two_runs_never_share_what_ray_keeps(nodes):
+    assert len(set(reserve("one", "trainers", PAIR, "PACK").nodes)) == 1
+    spread = reserve("one", "engines", PAIR, "SPREAD")
+    assert set(spread.nodes) <= set(nodes)
+    assert reserve("one", "engines", PAIR, "SPREAD").group.id == spread.group.id  # a later process of the run
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"trainers of run two: 2 CPU are needed, 1 CPU together .* 0 of 4 CPU free"):
+        reserve("two", "trainers", PAIR, "PACK")
+    assert time.monotonic() - began < 60
+    give_up("one")
+    assert set(reserve("two", "engines", [{"CPU": 2.0}] * 2, "SPREAD").nodes) == set(nodes)
+    give_up("two")
+
+
+def test_what_must_be_on_one_host_and_is_not_there_is_refused_also_after_a_loss(nodes, monkeypatch):
+    monkeypatch.setattr("tasks.workers.hosts._AGAIN_S", 2)
+    with pytest.raises(WorkerLost, match=r"3 CPU are needed, 3 CPU together on one host, .* 4 of 4 CPU free on 3"):
+        reserve("run", "trainers", [{"CPU": 3.0}], "PACK", again=True)
+
+
+def test_each_host_fetches_and_stores_its_own_files(nodes, tmp_path):
+    root = open_root(str(tmp_path / "root"))
+    writer = PartWriter(root, "run", 0, "train")
+    (tmp_path / "saved").mkdir()
+    names = [f"{rank}.bin" for rank in range(3)]
+    for name in names:
+        (tmp_path / "saved" / name).write_bytes(name.encode() * 9)
+    folders = HostFolders()
+    folders.moved(nodes, (nodes[0], nodes[1], this_node()))
+    saved = SavedFiles(tuple(names), None, tuple((name,) for name in names))
+    parts = folders.storing(writer, tmp_path / "saved", saved, layout.STATE)()
+    assert [part.name for part in parts] == [f"state/{name}" for name in names]
+    manifest = manifest_of(parts)
+    with pytest.raises(InputError, match=rf"host {LOOPBACK}: run run cannot be seen at the storage root"):
+        folders.fetch(root, manifest, tmp_path / "loaded", layout.STATE)
+    root.put_if_absent(layout.run_config_key("run"), b"{}")
+    folders.fetch(root, manifest, tmp_path / "loaded", layout.STATE)
+    assert sorted(path.name for path in (tmp_path / "loaded").iterdir()) == names
+    folders.remove(tmp_path / "loaded")
+    assert not (tmp_path / "loaded").exists()
+    assert len(set(on_each(nodes, os.getpid))) == 2
+
+
+def test_ranks_meet_in_what_ray_keeps_until_their_group_ends(nodes):
+    first, second = (RayStore("run/trainers/1", "ratchet-meeting", timedelta(seconds=5)) for _ in range(2))
+    with ThreadPoolExecutor(4) as threads:
+        totals = list(threads.map(lambda store: store.add("n", 2), (first, second) * 4))
+    assert sorted(totals) == list(range(2, 18, 2))
+    assert first.add("n", 0) == 16
+    assert second.get("n") == b"16"
+    assert first.compare_set("key", "", "1") == second.compare_set("key", "", "2") == b"1"
+    assert second.compare_set("key", "1", "3") == b"3"
+    assert first.check(["key", "n"])
+    assert not first.check(["key", "other"])
+    with pytest.raises(RuntimeError, match="run/trainers/1 did not come"):
+        first.wait(["other"], timedelta(seconds=0.1))
+    assert meeting.left("run")
+    assert meeting.forget("run")
+    assert not meeting.left("run")
