@@ -5,8 +5,10 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -26,6 +28,7 @@ TAKEN_IF_THERE = ("pandas", "pytz", "cloudpickle", "python-multipart", "watchfil
 """Packages that those of the base import only where they are installed."""
 BLOCKED = f"""
 import sys
+import tarfile
 from importlib.abc import MetaPathFinder
 
 class Absent(MetaPathFinder):
@@ -99,6 +102,27 @@ def test_commands_work_from_the_wheel(installed, tmp_path):
     found = executed([list(words) for words in said], installed, tmp_path)
     for (code, out, err), text in zip(found, said.values(), strict=True):
         assert (code, text in out) == (0, True), err
+
+
+@pytest.mark.slow
+def test_the_tutorial_s_steps_from_the_wheel_that_take_no_minutes(installed, tmp_path):
+    page = (PROJECT_ROOT / "docs" / "tutorial.md").read_text()
+    steps = re.findall(r"^\| `(.*?)`", page.partition("\n## From the wheel")[2], re.MULTILINE)
+    environment, unpack, pins, wheel, *commands = [step.split() for step in steps]
+    assert (environment[:3], wheel[:3]) == (["python3.12", "-m", "venv"], ["pip", "install", "--no-deps"])
+    (file,) = installed.parent.glob("*.whl")
+    assert file.name in unpack
+    shutil.copy(file, tmp_path)
+    subprocess.run([sys.executable, *unpack[1:]], cwd=tmp_path, check=True)
+    assert (tmp_path / pins[-1]).read_bytes() == (PROJECT_ROOT / "infra" / "requirements" / "cpu.txt").read_bytes()
+    with tarfile.open(PROJECT_ROOT / "tests" / "integration" / "golden" / "run.tar.gz") as archive:
+        archive.extractall(tmp_path / "runs", filter="data")  # in place of the demo, which takes minutes
+    short = [words for words in commands if words[1] in ("samples", "verify", "export")]
+    assert len(short) == 3
+    names = {"demo": "golden", "demo@best": "golden@best.reward"}
+    words = [[names.get(word, word) for word in step[1:]] for step in short]
+    for code, _, err in executed(words, installed, tmp_path):
+        assert code == 0, err
 
 
 @pytest.mark.slow
