@@ -315,10 +315,6 @@ def show_failure(run: str, why: Explained, lines: Iterable[str]) -> str | None:
 def failure_text(why: Explained, lines: Iterable[str]) -> str:
     """Markdown: cause, stage, first step, effect of Retry, the last lines of the log."""
     rows = [("cause", why.cause), ("stage", why.stage or "none was begun"), ("first", why.first), ("Retry", why.kept)]
-    table = [f"| {name} | {_cell(text)} |" for name, text in rows]
+    table = [f"| {name} | {text.replace('|', r'\|').replace(chr(10), '<br>')} |" for name, text in rows]
     last = [without_secrets(line).replace("`", "'")[:_LONGEST] for line in lines]
     return "\n".join(["## Why it failed", "", "| | |", "|---|---|", *table, "", "### Last lines", "```", *last, "```"])
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")

@@ -24,7 +24,7 @@ from storage.revisions import read_revisions
 from storage.upkeep.catalog import names
 from storage.upkeep.redoing import Wanted
 from tasks.config.credentials import shown_setting
-from tasks.config.document import config_of_tables, load_config
+from tasks.config.document import completed, load_config, without_blanks
 from tasks.config.reference import section_form
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by, changed_config, record_config, stored_config
@@ -186,7 +186,8 @@ def configured(run: str, root: str, iterations: int, config: str | None, setting
 
 def described(run: str, iterations: int, settings: list[str], sections: Tables) -> RunConfig:
     """The configuration that the form gives. Raises InputError if it cannot be used, or something is missing."""
-    return config_of_tables(sections, [*settings, f"run.iterations={iterations}"], f"of the new run {run}")
+    replaced = [*settings, f"run.iterations={iterations}"]
+    return completed(without_blanks(sections), replaced, None, f"of the new run {run}")
 
 
 def check_new(store: Root, run: str, identity: str | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.applications import Starlette
@@ -17,11 +17,10 @@ from starlette.staticfiles import StaticFiles
 
 from flows.viewer import charts, reading
 from flows.viewer.search import ORDERS, SHOWN, Columns, Query, search
-from flows.views.history import IterationRecord, explanation, read_record
+from flows.views.history import EXPLANATIONS, IterationRecord, read_record
 from flows.views.samples import Choice, read_chosen
 from flows.views.status import read_status
 from flows.views.table import Row, columns_of
-from flows.views.trackers import leaves
 from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import InputError, RatchetError, told
@@ -31,6 +30,7 @@ from storage.upkeep.catalog import names, require_run, summaries
 from storage.upkeep.lineage import of_sample
 from tasks.config.credentials import shown, shown_text
 from tasks.config.environment import without_secrets
+from tasks.config.identity import Document, leaves
 from tasks.config.stored import stored_config
 from tasks.stages.names import WORKFLOW, Stage
 
@@ -176,7 +176,7 @@ def _curves(request: Request, series: dict[str, list[Row]]) -> dict[str, Any]:
 
 def _differences(root: Root, runs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """The settings in which runs differ, each with its values."""
-    every = [dict(leaves(shown(stored_config(root, run).model_dump(mode="json")))) for run in runs]
+    every = [leaves(cast(Document, shown(stored_config(root, run).model_dump(mode="json")))) for run in runs]
     keys = dict.fromkeys(key for one in every for key in one)
     values = {key: [str(one.get(key, "not set")) for one in every] for key in keys}
     return [(key, found) for key, found in values.items() if len(set(found)) > 1]
@@ -191,7 +191,7 @@ def _iteration(root: Root, request: Request) -> dict[str, Any]:
     data = {
         "record": record,
         "last": max(places),
-        "troubles": [explanation(one) for one in record.troubles],
+        "troubles": [EXPLANATIONS[one] for one in record.troubles],
     }
     if Stage.ROLLOUT not in record.done:
         return {**data, "commands": [], "groups": [], "histograms": [], "extremes": (), "more": 0}

@@ -45,11 +45,6 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     states_kept: int
     """Train states kept at the end, by `[storage]`."""
 
-    @property
-    def disk_bytes(self) -> int:
-        """Disk for the whole run, without samples."""
-        return self.stored_bytes + self.state_bytes * self.states_kept
-
 
 def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int, teacher: int = 0) -> Needs:
     """Estimate the resources of a run, from the number of its model's weights, those of a teacher, and the size of its
@@ -219,11 +214,12 @@ def _named(tokens: Sequence[Token]) -> str:
 def _needs(needs: Needs) -> list[str]:
     scoring = f"{needs.reward_processes} scoring processes" if needs.reward_processes else "scoring in the flow process"
     once, kept = size(needs.stored_bytes), f"{needs.states_kept} x {size(needs.state_bytes)}"
+    whole = size(needs.stored_bytes + needs.state_bytes * needs.states_kept)
     return [
         f"would start on {needs.device}: {needs.ranks} trainer ranks, {needs.engines} engines, {scoring}",
         f"memory, without activations: {size(needs.rank_bytes)} a rank, {size(needs.engine_bytes)} an engine "
         f"({needs.parameters:,} weights)",
-        f"disk, without samples: {size(needs.disk_bytes)} (model and prompts {once}, states {kept})",
+        f"disk, without samples: {whole} (model and prompts {once}, states {kept})",
     ]
 
 

@@ -10,7 +10,7 @@ from storage.backends.root import Root
 from storage.errors import DigestMismatch, SchemaMismatch
 from storage.manifest import Manifest, load
 from storage.parallel import each
-from storage.upkeep.catalog import Names, names
+from storage.upkeep.catalog import names
 from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS
 from tasks.stages.names import Stage
 
@@ -56,13 +56,10 @@ def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
 
     found = [manifest for manifest in each(read, keys, _READERS) if manifest is not None]
     found.sort(key=lambda one: (one.iteration, one.finished))
-    served = {one.digest for one in each(read, _served(recorded, {one.iteration for one in found}), _READERS) if one}
+    numbers = {one.iteration for one in found}
+    syncs = [key for (at, stage), key in recorded.newest.items() if at in numbers and stage == Stage.WEIGHT_SYNC]
+    served = {one.digest for one in each(read, syncs, _READERS) if one}
     return compared([_record(root, one, one.inputs.get("weights") not in served) for one in found])
-
-
-def _served(recorded: Names, iterations: set[int]) -> list[str]:
-    """Keys of the current weight-sync manifests of some iterations."""
-    return [key for (at, stage), key in recorded.newest.items() if at in iterations and stage == Stage.WEIGHT_SYNC]
 
 
 def compared(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:

@@ -34,7 +34,7 @@ class Trouble(StrEnum):
     """Of a run: every iteration was truncated."""
 
 
-_TEXTS = {
+EXPLANATIONS = {
     Trouble.EQUAL_GROUPS: "in every group all rewards are equal, so no sample has an advantage and nothing is learned. "
     "Check the reward function (ratchet samples shows what it was given), take other prompts, or raise rollout.samples "
     "or rollout.temperature",
@@ -44,6 +44,7 @@ _TEXTS = {
     Trouble.NEVER_STOPPED: "no response has ever ended with a stop token. Check the stop tokens of the model, or raise "
     "rollout.max_tokens",
 }
+"""Meaning of each sign, and possible remedies."""
 _WHOLE = 1.0
 
 
@@ -57,18 +58,13 @@ def troubles_of(metrics: Metrics) -> tuple[Trouble, ...]:
     return tuple(trouble for trouble, there in found.items() if there and metrics.get(Stage.ROLLOUT))
 
 
-def explanation(trouble: Trouble) -> str:
-    """Meaning of a sign, and possible remedies."""
-    return _TEXTS[trouble]
-
-
 def run_troubles(troubles: Sequence[tuple[int, Sequence[Trouble]]]) -> tuple[str, ...]:
     """The troubles of a run in a line each, given those of each of its RL iterations that has sampled."""
     lines = []
     for trouble in (Trouble.EQUAL_GROUPS, Trouble.ZERO_GRADIENT, Trouble.TRUNCATED):
         numbers = [iteration for iteration, found in troubles if trouble in found]
         never = trouble is Trouble.TRUNCATED and len(numbers) == len(troubles)
-        meant = explanation(Trouble.NEVER_STOPPED if never else trouble)
+        meant = EXPLANATIONS[Trouble.NEVER_STOPPED if never else trouble]
         lines += [f"{len(numbers)} of {len(troubles)} iterations, last {numbers[-1]}: {meant}"] if numbers else []
     return tuple(lines)
 

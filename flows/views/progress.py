@@ -13,7 +13,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from flows.views.history import IterationRecord, explanation
+from flows.views.history import EXPLANATIONS, IterationRecord
 from flows.views.samples import Samples, printable
 from flows.views.status import Change, Changes, RunStatus
 from tasks.config.evaluation import EXACT
@@ -110,7 +110,7 @@ class Progress:
             self._paced = time.monotonic()
         self._print(iteration_line(record, self._iterations))
         for trouble in record.troubles:
-            self.warn(f"iteration {record.iteration}: {explanation(trouble)}")
+            self.warn(f"iteration {record.iteration}: {EXPLANATIONS[trouble]}")
         for listener in self._listeners:
             listener(record)
 

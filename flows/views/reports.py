@@ -5,6 +5,7 @@ compared with what is complete, and at the end made again from the manifests alo
 nothing.
 """
 
+import contextlib
 import sysconfig
 import threading
 import time
@@ -61,29 +62,21 @@ class Lane:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with _Tried(self._failed):
+            with contextlib.ExitStack() as tried:
+                tried.push(self._ended)
                 job()
+
+    def _ended(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Report the error of a job, whatever it is: the code in it is that of libraries."""
+        if error is not None:
+            first = str(error).strip().partition("\n")[0].rstrip(".")
+            self._failed(f"{type(error).__name__}: {first}{_line(error)}")
+        return True
 
     def _failed(self, why: str) -> None:
         if not self._told:
             self._told = True
             self._say(without_secrets(f"{self._name}: {why}. The run goes on; later attempts are not reported"))
-
-
-class _Tried:
-    """A block whose error is reported, whatever it is: the code in it is that of libraries."""
-
-    def __init__(self, failed: Callable[[str], object]) -> None:
-        self._failed = failed
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if error is not None:
-            first = str(error).strip().partition("\n")[0].rstrip(".")
-            self._failed(f"{type(error).__name__}: {first}{_line(error)}")
-        return True
 
 
 def _line(error: BaseException) -> str:

@@ -193,7 +193,8 @@ def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, w
     """Read the newest iterations of a run, and its first figures; all of them if `whole`, or if it trains on stored
     samples."""
     asked, every = last_iteration(root, run, config), config.evaluate.every
-    begun = max(_begun(root, run), default=-1) + 1
+    numbers = map(layout.iteration_of, root.folders(layout.manifest_folder(run)))
+    begun = max((number for number in numbers if number is not None), default=-1) + 1
     if whole or begun <= SHORT or config.retrain is not None:
         history = read_history(root, run, revisions)
         last = max(asked, len(history) - 1)
@@ -240,11 +241,6 @@ class _Earlier:
         """One stage of an iteration; None if it is not done."""
         manifest = find(self.root, self.run, iteration, stage, self.revisions)
         return None if manifest is None else record_of([manifest], None)
-
-
-def _begun(root: Root, run: str) -> list[int]:
-    found = (layout.iteration_of(name) for name in root.folders(layout.manifest_folder(run)))
-    return [number for number in found if number is not None]
 
 
 def _next_of(history: Sequence[IterationRecord], last: int, config: RunConfig) -> int:

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from pydantic import BaseModel, JsonValue
@@ -53,7 +53,7 @@ class Row(BaseModel, frozen=True, extra="forbid"):
 def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
     """The row of an iteration from its manifests, in the order of work, and its duration."""
     values = {
-        _column(one.stage, name): value
+        name if name.startswith(f"{one.stage}/") else f"{one.stage}/{name}": value
         for one in manifests
         # a component of a reward may be named like a number of ours, which comes last and counts
         for name, value in sorted(one.metrics.items(), key=lambda item: "/" not in item[0])
@@ -116,10 +116,6 @@ def compared_by(column: str) -> tuple[str, ...]:
     if stage == Stage.EVALUATE:
         return (EVALUATED_BY, PASS) if metric == "pass_rate" else (EVALUATED_BY,)
     return (SCORED_BY,) if stage == Stage.REWARD else ()
-
-
-def _column(stage: str, metric: str) -> str:
-    return metric if metric.startswith(f"{stage}/") else f"{stage}/{metric}"
 
 
 def _place(column: str) -> tuple[int, str]:
@@ -190,7 +186,8 @@ class MetricsFile:
 
     def load(self, complete: int) -> list[Row]:
         """The rows of the first `complete` iterations, as far as the file has them; anything else in it is dropped."""
-        rows = list(_in_order(decode(self._file.read()), complete))
+        there = enumerate(decode(self._file.read())[:complete])
+        rows = [row for _, row in itertools.takewhile(lambda one: one[0] == one[1].iteration, there)]
         self.write(rows)
         return rows
 
@@ -215,13 +212,6 @@ class MetricsFile:
     def flush(self) -> None:
         """Upload what was not uploaded yet."""
         self._file.flush()
-
-
-def _in_order(rows: Iterable[Row], complete: int) -> Iterator[Row]:
-    for number, row in enumerate(rows):
-        if row.iteration != number or number >= complete:
-            return
-        yield row
 
 
 _UPLOAD_S = 15.0  # least time between two uploads where a file can only be replaced as a whole

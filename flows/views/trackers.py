@@ -5,9 +5,9 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import JsonValue
 
@@ -20,6 +20,7 @@ from storage.manifest import need
 from storage.revisions import read_revisions
 from tasks.config.credentials import shown
 from tasks.config.environment import resolve
+from tasks.config.identity import Document, leaves
 from tasks.config.report import ReportSection
 from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
@@ -57,7 +58,7 @@ class TrackedRun:
     @functools.cached_property
     def settings(self) -> dict[str, JsonValue]:
         """The settings that decide the run's result, by section.key; secrets are masked."""
-        return dict(leaves(shown(stored_config(self.root, self.name).meaning())))
+        return leaves(cast(Document, shown(stored_config(self.root, self.name).meaning())))
 
     def position(self) -> int:
         """First iteration that this tracker was not sent, as `remember` has stored it; 0 for another identity."""
@@ -106,7 +107,7 @@ def trackers(section: ReportSection) -> dict[str, Makes]:
         made["mlflow"] = functools.partial(MlflowTracker, str(resolve(section.mlflow, "report.mlflow")))
     for name in section.trackers:
         target = find_function(name, _KEY, _GROUP)
-        made[target.name] = functools.partial(_made, target)
+        made[target.name] = lambda target=target: target.load().function()
     return made
 
 
@@ -143,10 +144,6 @@ def _refuses(function: Callable[..., Any], *arguments: None) -> bool:
     except ValueError:  # written in C: only a call tells
         return False
     return False
-
-
-def _made(target: UserFunction) -> Tracker:
-    return target.load().function()
 
 
 class _Refusing:
@@ -236,15 +233,6 @@ class MlflowTracker:
         given = [Param(_name(key), str(value)[:_TEXT]) for key, value in run.settings.items()]
         for start in range(0, len(given), _AT_ONCE):
             self._client.log_batch(self._run, params=given[start : start + _AT_ONCE])
-
-
-def leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, JsonValue]]:
-    """The values of nested tables, by section.key."""
-    if not isinstance(value, dict) or not value:
-        yield prefix, value
-        return
-    for key, inner in value.items():
-        yield from leaves(inner, f"{prefix}.{key}" if prefix else key)
 
 
 def _name(key: str) -> str:

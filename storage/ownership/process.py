@@ -47,12 +47,12 @@ class Clock:
     """Seconds that are never set back and continue while the machine sleeps; measures every period."""
 
 
-def _steady() -> float:
+SYSTEM = Clock(
+    lambda: datetime.now(UTC),
     # Linux stops CLOCK_MONOTONIC in suspend, during which a lease runs out
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic()
-
-
-SYSTEM = Clock(lambda: datetime.now(UTC), _steady)  # the clocks of this machine
+    lambda: time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.monotonic(),
+)
+"""The clocks of this machine."""
 
 
 def this_process(name: str) -> Owner:

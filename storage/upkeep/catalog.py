@@ -66,14 +66,9 @@ class Names:
     revisions: Revisions = FIRST  # the revisions, seen from the one whose manifests are the newest
 
     def only(self, wanted: Callable[[str], bool]) -> "Names":
-        return Names(
-            manifests=tuple(filter(wanted, self.manifests)),
-            retired=frozenset(filter(wanted, self.retired)),
-            pieces=tuple(filter(wanted, self.pieces)),
-            attempts=tuple(filter(wanted, self.attempts)),
-            increments=tuple(filter(wanted, self.increments)),
-            revisions=self.revisions,
-        )
+        kinds = ("manifests", "pieces", "attempts", "increments")
+        kept = {name: tuple(filter(wanted, vars(self)[name])) for name in kinds}
+        return replace(self, retired=frozenset(filter(wanted, self.retired)), **kept)
 
     def of_stage(self, stage: str) -> dict[str, int]:
         places = ((key, layout.place_of(key)) for key in self.manifests)
@@ -87,12 +82,8 @@ class Names:
     def newest(self) -> dict[tuple[int, str], str]:
         """Key of each stage's manifest that counts, by iteration and stage: that of the head, or of `seen_from`."""
         places = ((key, layout.place_of(key)) for key in self.manifests)
-        return {place: key for key, place in places if place is not None and is_current(key, place, self.revisions)}
-
-
-def is_current(key: str, place: tuple[int, str], revisions: Revisions) -> bool:
-    """True if the manifest at a key belongs to the revision that `revisions` is seen from."""
-    return layout.revision_of(key) == revisions.of(*place)
+        of = self.revisions.of
+        return {place: key for key, place in places if place is not None and layout.revision_of(key) == of(*place)}
 
 
 @dataclass(frozen=True)

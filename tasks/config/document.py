@@ -78,12 +78,6 @@ def read_document(path: str) -> dict[str, Any]:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
 
 
-def config_of_tables(tables: Mapping[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
-    """A configuration without a file, of tables and overrides. Raises InputError: a value cannot be used, or is
-    missing."""
-    return completed(without_blanks(tables), overrides, None, where)
-
-
 def completed(document: dict[str, Any], overrides: Sequence[str], folder: Path | None, where: str) -> RunConfig:
     """A configuration of a parsed document, into which overrides and absolute paths of local files are put; `folder` is
     that of the configuration, if it is a local file. Raises InputError: as `parse_config`."""

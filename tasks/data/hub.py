@@ -73,12 +73,6 @@ def cached(model: HubId) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def cache_folder() -> str:
-    from huggingface_hub import constants
-
-    return constants.HF_HUB_CACHE
-
-
 @functools.cache  # checked, tokenized with and prepared from: once is enough
 def fetch(model: HubId, token: str | None) -> Path:
     """Bring the files that a run takes of a model into the hub's cache. Raises InputError, with the hub's reason."""

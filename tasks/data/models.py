@@ -13,7 +13,7 @@ from tasks.config.credentials import referenced
 from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
 from tasks.data.generated import generate_model, model_config, shapes
-from tasks.data.hub import INDEX, TEXT_FILES, cache_folder, cached, fetch, hub_id, is_hub_id
+from tasks.data.hub import INDEX, TEXT_FILES, cached, fetch, hub_id, is_hub_id
 from tasks.data.values import json_object
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -159,9 +159,11 @@ def _local(section: ModelSection, folder: Path, key: str) -> ModelFolder:
 
 
 def _absent(section: ModelSection, source: str, key: str) -> str:
+    from huggingface_hub import constants
+
     model, as_folder = hub_id(source), "" if "://" in source else f"there is no folder {source}, and "
     name = section.source if referenced(section.source) is not None else source
     return (
-        f"{key} {name}: {as_folder}the hub's cache ({cache_folder()}) has no model {model}. Give an existing "
+        f"{key} {name}: {as_folder}the hub's cache ({constants.HF_HUB_CACHE}) has no model {model}. Give an existing "
         "Hugging Face directory, or set model.download = true to fetch it from the hub"
     )

@@ -145,11 +145,7 @@ def export(
     _write_texts(root, chosen, target, written, model_config)
     model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
     target.finish(_json({**model_config, "dtype": dtype_name(_WRITTEN[written][0])}))
-    size = sum(tensor.bytes for tensor in planned)
-    return Exported(
-        run=chosen.run, iteration=chosen.iteration, folder=target.shown, precision=written, weights_digest=exported,
-        tensors=len(planned), bytes=size, files=target.digests,
-    )  # fmt: skip
+    return _made(chosen, target, written, exported, planned)
 
 
 def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported:
@@ -170,16 +166,13 @@ def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported
         write_shards(target, {_ADAPTER: planned}, ((name, _bytes(factor)) for name, factor in weights.factors()))
     _write_card(root, chosen, target, state.facts.precision)
     target.finish(_json(_adapter_config(lora, config.model.source)), _ADAPTER_CONFIG)
-    return Exported(
-        run=chosen.run,
-        iteration=chosen.iteration,
-        folder=target.shown,
-        precision=state.facts.precision,
-        weights_digest=served,
-        tensors=len(planned),
-        bytes=sum(tensor.bytes for tensor in planned),
-        files=target.digests,
-    )
+    return _made(chosen, target, state.facts.precision, served, planned)
+
+
+def _made(chosen: Chosen, to: ExportFolder, kind: Precision, digest: str, planned: Sequence[ShardTensor]) -> Exported:
+    size, of_run = sum(tensor.bytes for tensor in planned), {"run": chosen.run, "iteration": chosen.iteration}
+    about = {"weights_digest": digest, "tensors": len(planned), "bytes": size, "files": to.digests}
+    return Exported(**of_run, folder=to.shown, precision=kind, **about)
 
 
 def _adapter_config(lora: LoraConfig, model: str | None) -> dict[str, object]:

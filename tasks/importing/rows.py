@@ -112,7 +112,9 @@ class SampleRows:
         if (column := self._column("turns")) is None:
             return one_turn(lengths_of(responses), self._reasons())
         lists = column.array()
-        column.refuse(any_of(lists, _incomplete(lists.flatten())), "holds a turn without role, begin or end")
+        needed = [lists.flatten().field(name) for name in ("role", "begin", "end")]
+        lacking = np.logical_or.reduce([one.is_null().to_numpy(zero_copy_only=False) for one in needed])  # (turns,)
+        column.refuse(any_of(lists, lacking), "holds a turn without role, begin or end")
         column.refuse(_with_gaps(lists, lengths_of(responses)), "does not cover response_tokens, turn after turn")
         return lists
 
@@ -214,12 +216,6 @@ def _repeated(name: str, value: object, rows: int) -> pa.Array:
 
 def _flat(lists: pa.ListArray) -> NDArray[Any]:
     return lists.flatten().to_numpy(zero_copy_only=False)
-
-
-def _incomplete(turns: pa.StructArray) -> NDArray[np.bool_]:
-    """True for each turn that lacks what a turn must have, (turns,)."""
-    lacking = [turns.field(name).is_null().to_numpy(zero_copy_only=False) for name in ("role", "begin", "end")]
-    return np.logical_or.reduce(lacking)
 
 
 def _with_gaps(lists: pa.ListArray, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -32,7 +32,7 @@ from tests.small.growing import going_on, grown
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, read_facts
-from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, plan_digest
+from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
 
 SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
@@ -209,7 +209,9 @@ class SmallTrainer(TrainerProtocol):
 
     def plan_weights(self, version, arena_bytes):
         self._plan = plan_of(version, self._config.parallel.world_size)
-        return Planned(plan_digest(self._plan), None if self._rank else self._plan.model_dump_json(), exchanges=1)
+        return Planned(
+            text_digest(self._plan.model_dump_json()), None if self._rank else self._plan.model_dump_json(), exchanges=1
+        )
 
     def send_weights(self, digest, channel, stored=None):
         self._need("weights")
@@ -223,7 +225,7 @@ class SmallTrainer(TrainerProtocol):
             self.arrays["weights"] = live
 
     def _sent(self, plan, digest, channel):
-        if plan is None or plan_digest(plan) != digest:
+        if plan is None or text_digest(plan.model_dump_json()) != digest:
             raise SyncMismatch(f"rank {self._rank} has no plan {digest}")
         digests, own = {}, [bucket for bucket in plan.buckets if bucket.sender == self._rank]
         if own:
@@ -292,7 +294,7 @@ class SmallEngine(EngineProtocol):
             raise SyncMismatch(f"the plan has {names}, but the model {LAYERS}")
         self._update, self._arrived = (plan, channel, first_receiver), None
         self._left = self.drop()
-        return plan_digest(plan)
+        return text_digest(plan.model_dump_json())
 
     def receive_update(self):
         """Write in place, layer by layer; the weights are unusable from the first on."""

@@ -11,7 +11,7 @@ from tests.tasks.engine_process import weights_of
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import tensor_digests
 from trainer_core.weights.packing import dtype_name, tensors_of, views
-from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, plan_digest
+from trainer_core.weights.plan import ALIGNMENT, Bucket, PlannedTensor, WeightPlan, text_digest
 from trainer_core.weights.transports.ends import open_sender
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def deliver(
     """Update one engine as a whole, up to the commit; the tensors that arrived, and those that were sent."""
     plan = plan_of(weights, version, **planning)
     channel = Channel(transport=transport, folder=str(folder), receivers=receivers, deadline_s=30)
-    digest = plan_digest(plan)
+    digest = text_digest(plan.model_dump_json())
     assert engine.prepare_update(plan.model_dump_json(), digest, channel, 0, in_flight) == digest
     ranks = sorted({bucket.sender for bucket in plan.buckets})
     senders = [Sending(channel, plan, weights, rank, before) for rank in ranks]

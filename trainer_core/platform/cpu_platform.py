@@ -34,7 +34,7 @@ def installed() -> Iterator[None]:
 def _torch_replacements() -> Iterator[tuple[Any, str, object]]:
     cuda = torch.cuda
     # torch.compile at import time loads inductor and later wants a C++ compiler; jit_fuser only speeds up kernels
-    yield torch, "compile", _uncompiled
+    yield torch, "compile", lambda function=None, **options: function or (lambda decorated: decorated)
     # where tensors are created: "the current device"
     yield cuda, "current_device", lambda: _CPU
     # one thread of execution: a stream has nothing to wait for
@@ -114,10 +114,6 @@ def _reduce_scatter_uneven(tensor: torch.Tensor, group: Any, sizes: list[int]) -
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()]
-
-
-def _uncompiled(function: Callable[..., Any] | None = None, **options: object) -> Callable[..., Any]:
-    return function if function is not None else lambda decorated: decorated
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

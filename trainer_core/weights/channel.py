@@ -39,10 +39,6 @@ class Channel(Frozen):
     deadline_s: float = 600.0  # seconds that one side waits for the other before it gives up
 
 
-def idle() -> None:
-    """Do nothing while a bucket is on its way."""
-
-
 def fail(folder: str | Path, reason: str) -> None:
     """Stop all users of the channel in `folder`, a path or a URL; the first reason counts. On a full disk the mark is
     empty."""

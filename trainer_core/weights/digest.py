@@ -38,13 +38,8 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     for place, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(place)
     for places in by_device.values():
-        found |= zip(places, prepare_digests([tensors[place] for place in places]).begin().read(), strict=True)
+        found |= zip(places, PreparedDigests([tensors[place] for place in places]).begin().read(), strict=True)
     return [found[place] for place in range(len(tensors))]
-
-
-def prepare_digests(tensors: Sequence[torch.Tensor]) -> "PreparedDigests":
-    """Prepare `tensor_digest` of tensors that are all on one device."""
-    return PreparedDigests(tensors)
 
 
 class PreparedDigests:
@@ -192,11 +187,6 @@ def thought_of(planned: PlannedTensor) -> torch.Tensor:
     return Whole(planned).at(torch.empty(planned.offset + planned.nbytes, dtype=torch.uint8, device="meta"))
 
 
-def plan_digests(buckets: Mapping[int, Sequence[Outline]], device: torch.device) -> "PlannedDigests":
-    """Plan the digests of buckets of tensors: see `PlannedDigests`."""
-    return PlannedDigests(buckets, device)
-
-
 class PlannedDigests:
     """Digests of the tensors of buckets, each in a buffer that is given only when they are begun. If that is on a card,
     only the launch of a kernel is left to do then, unless a tensor of the bucket must be copied or converted first."""
@@ -211,7 +201,7 @@ class PlannedDigests:
     def begin(self, number: int, buffer: torch.Tensor) -> None:
         """Compute those of a bucket in its buffer, (bytes,) uint8, at a whole word of 8 bytes, without waiting."""
         if self._direct is None or not self._direct.begin(number, buffer):
-            self._others[number] = prepare_digests([one.at(buffer) for one in self._buckets[number]]).begin()
+            self._others[number] = PreparedDigests([one.at(buffer) for one in self._buckets[number]]).begin()
 
     def begun(self) -> dict[int, BegunDigests]:
         """Digests that were begun since the last call, by number; from now on they may be begun again."""

@@ -67,13 +67,8 @@ class WeightPlan(Frozen):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def plan_digest(plan: WeightPlan) -> str:
-    """Digest of everything in a plan, 32 hexadecimal characters; trainer ranks and engine workers compute it alike."""
-    return text_digest(plan.model_dump_json())
-
-
 def text_digest(text: str) -> str:
-    """`plan_digest` of a plan that is given as JSON."""
+    """Digest of a plan as JSON, 32 hexadecimal characters; trainer ranks and engine workers compute it alike."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -14,7 +14,7 @@ from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.conversion import Conversion, Parcel, Positions, conversions
-from trainer_core.weights.digest import Whole, plan_digests
+from trainer_core.weights.digest import PlannedDigests, Whole
 from trainer_core.weights.exchange import Shards, exchange, group_of
 from trainer_core.weights.packing import Packing, tensors_of
 from trainer_core.weights.plan import Bucket, Place, WeightPlan, decode, encode, plan_of, text_digest
@@ -45,7 +45,9 @@ class Update:
         self._conversions = {tensor.name: one for one in reversed(found) for tensor in one.row.tensors}
         self._planned = tensors_of(self.plan)
         sent = [bucket.number for bucket in self.plan.buckets if bucket.sender == mesh.rank]
-        self._digests = plan_digests({number: list(map(Whole, self._planned[number])) for number in sent}, mesh.device)
+        self._digests = PlannedDigests(
+            {number: list(map(Whole, self._planned[number])) for number in sent}, mesh.device
+        )
         self._positions = Positions(mesh.device)
 
     def problem(self) -> str | None:

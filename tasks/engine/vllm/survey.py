@@ -27,7 +27,7 @@ from tasks.engine.vllm.landing import (
     own_parameters,
 )
 from trainer_core.model.parts import walk
-from trainer_core.weights.digest import PreparedDigests, prepare_digests, tensor_digests
+from trainer_core.weights.digest import PreparedDigests, tensor_digests
 
 _WORD = 8  # bytes
 
@@ -89,7 +89,7 @@ class Survey:
     @cached_property
     def digests(self) -> PreparedDigests:
         """Of what `parts` will hold, in their order."""
-        return prepare_digests(list(self.parts.values()))
+        return PreparedDigests(list(self.parts.values()))
 
     @cached_property
     def words(self) -> dict[str, torch.Tensor]:

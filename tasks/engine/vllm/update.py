@@ -18,7 +18,7 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.vllm.landing import part_of
 from tasks.engine.vllm.loading import Arriving, Lane, Parcel
 from tasks.engine.vllm.survey import Survey, model_device
-from trainer_core.weights.digest import BegunDigests, Cut, Outline, Whole, plan_digests, thought_of
+from trainer_core.weights.digest import BegunDigests, Cut, Outline, PlannedDigests, Whole, thought_of
 from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.transports.ends import Receiver
@@ -77,7 +77,7 @@ class Update:
         self._planned = tensors_of(plan)
         self._buckets = {number: self._outlined(planned) for number, planned in self._planned.items()}
         wanted = {number: bucket.wanted for number, bucket in self._buckets.items()}
-        self._begun = plan_digests(wanted, model_device(survey.model))
+        self._begun = PlannedDigests(wanted, model_device(survey.model))
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)

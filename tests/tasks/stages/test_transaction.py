@@ -19,7 +19,7 @@ from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
 from tests.small.workers import LAYERS, SmallEngine, SmallTrainer, plan_of
 from trainer_core.weights.channel import fail
-from trainer_core.weights.plan import plan_digest
+from trainer_core.weights.plan import text_digest
 
 HOW = Sampling(max_tokens=4, stop_token_ids=(1,))
 UNUSABLE = EngineIdentity(weight_version=None, weights_digest=None)
@@ -92,7 +92,7 @@ class Rank(SmallTrainer):
             return type(planned)("1" * 32, planned.plan, planned.exchanges)
         if self.fault == "plans another version":
             plan = plan_of(version + 1, 2)
-            return type(planned)(plan_digest(plan), None if self._rank else plan.model_dump_json(), 1)
+            return type(planned)(text_digest(plan.model_dump_json()), None if self._rank else plan.model_dump_json(), 1)
         return planned
 
     def send_weights(self, digest, channel, stored=None):

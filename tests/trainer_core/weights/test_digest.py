@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.trainer_core.weights.digest_cases import buffer, cases, in_buffer
 from trainer_core.weights.digest import (
     Cut,
+    PlannedDigests,
     Whole,
     dtype_name,
     mix,
-    plan_digests,
     tensor_digest,
     tensor_digests,
     thought_of,
@@ -83,7 +83,7 @@ def test_many_at_once_have_the_digests_that_each_has_alone():
 def test_digests_planned_for_a_buffer_are_those_of_what_it_holds(kind):
     outlined = in_buffer(torch.empty_like(buffer(), device="meta"))
     wanted = [Cut(one, kind or one.dtype) for one in outlined]
-    planned = plan_digests({7: wanted[:3], 9: wanted[3:]}, torch.device("cpu"))
+    planned = PlannedDigests({7: wanted[:3], 9: wanted[3:]}, torch.device("cpu"))
     for octets in (buffer(), buffer().flip(0)):
         planned.begin(7, octets)
         planned.begin(9, octets)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 
 from storage.errors import SyncMismatch
-from trainer_core.weights.channel import Channel, Signals, idle
+from trainer_core.weights.channel import Channel, Signals
 from trainer_core.weights.plan import Bucket, WeightPlan
 
 
@@ -89,7 +89,7 @@ class CollectiveSender:
         self._settle(place)
         return self._buffers[place][: bucket.nbytes]
 
-    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = lambda: None) -> None:
         place = self._signals.place_of(bucket)
         self._signals.publish(bucket)
         self._under_way[place] = self._group.broadcast(self._buffers[place][: bucket.nbytes])

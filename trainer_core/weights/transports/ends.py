@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from trainer_core.weights.channel import Channel, idle
+from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from trainer_core.weights.transports.files import FilesReceiver, FilesSender
@@ -61,7 +61,7 @@ def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.dev
         case "cuda":
             from trainer_core.weights.transports.card import export_arenas  # its library comes with torch for CUDA only
 
-            return SharedSender(channel, plan, rank, export_arenas(channel, plan, rank, device), idle)
+            return SharedSender(channel, plan, rank, export_arenas(channel, plan, rank, device), lambda: None)
         case "collective":
             return CollectiveSender(channel, plan, rank, device)
         case "files":

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from storage.errors import StorageUnavailable, SyncMismatch
-from trainer_core.weights.channel import FAILED, UNKNOWN, Channel, fail, idle
+from trainer_core.weights.channel import FAILED, UNKNOWN, Channel, fail
 from trainer_core.weights.packing import packed, tensors_of, views
 from trainer_core.weights.plan import Bucket, WeightPlan
 
@@ -63,7 +63,7 @@ class FilesSender(_BucketFiles):
         self._check()
         return self._arena[: bucket.nbytes]
 
-    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = lambda: None) -> None:
         found = views(self._planned[bucket.number], self._arena[: bucket.nbytes].cpu())
         self._put(self._path(bucket), save({name: tensor.contiguous() for name, tensor in found}))
         meanwhile()

@@ -11,7 +11,7 @@ import torch
 
 from storage.errors import StorageUnavailable
 from trainer_core.platform.pinning import Pinning, pinning_of
-from trainer_core.weights.channel import Channel, Signals, idle
+from trainer_core.weights.channel import Channel, Signals
 from trainer_core.weights.plan import Bucket, WeightPlan
 
 
@@ -69,7 +69,7 @@ class SharedSender:
     def arena(self, bucket: Bucket) -> torch.Tensor:
         return self._free(bucket) if self._staging is None else self._staging[: bucket.nbytes]
 
-    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = idle) -> None:
+    def publish(self, bucket: Bucket, meanwhile: Callable[[], object] = lambda: None) -> None:
         if self._staging is not None:
             self._free(bucket).copy_(self._staging[: bucket.nbytes])  # waits for the device
         if not self._buffers[0].is_cuda:

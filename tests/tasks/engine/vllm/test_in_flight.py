@@ -9,7 +9,7 @@ from tests.tasks.engine.vllm.test_engine import PLAIN, PROMPTS, SEEDS, assert_ag
 from tests.tasks.engine_process import log_softmax
 from tests.tasks.engine_update import deliver, plan_of, refused, serve, tensors_of_model
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.plan import plan_digest
+from trainer_core.weights.plan import text_digest
 
 
 def test_requests_under_way_are_dropped(served, tmp_path):
@@ -71,7 +71,9 @@ def test_a_hold_ends_with_whoever_began_it(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     plan = plan_of(tensors_of_model(served.new))
     channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
-    served.engine.prepare_update(plan.model_dump_json(), plan_digest(plan), channel, 0, "keep")  # and its driver dies
+    served.engine.prepare_update(
+        plan.model_dump_json(), text_digest(plan.model_dump_json()), channel, 0, "keep"
+    )  # and its driver dies
     served.engine.drop()
     served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], PLAIN)
     assert [batch.number for batch in served.engine.collect(60).finished] == [0]

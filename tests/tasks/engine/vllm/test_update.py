@@ -20,7 +20,7 @@ from tests.tasks.engine_update import (
 )
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.digest import tensor_digest
-from trainer_core.weights.plan import plan_digest
+from trainer_core.weights.plan import text_digest
 
 CACHED = [np.random.default_rng(3).integers(2, VOCABULARY, 70).tolist()] * 4  # fills the prefix cache
 
@@ -178,14 +178,14 @@ def test_another_digest_is_refused(served, tmp_path):
         served.engine.prepare_update(plan.model_dump_json(), "0000", channel, 0)
     twice = plan.model_copy(update={"tensors": (*plan.tensors, plan.tensors[0])})
     with pytest.raises(SyncMismatch, match="in the weight update twice"):
-        served.engine.prepare_update(twice.model_dump_json(), plan_digest(twice), channel, 0)
+        served.engine.prepare_update(twice.model_dump_json(), text_digest(twice.model_dump_json()), channel, 0)
     nothing = plan.model_copy(update={"tensors": ()})
     with pytest.raises(SyncMismatch, match="exported nothing"):
-        served.engine.prepare_update(nothing.model_dump_json(), plan_digest(nothing), channel, 0)
+        served.engine.prepare_update(nothing.model_dump_json(), text_digest(nothing.model_dump_json()), channel, 0)
     over = plan.tensors[1].model_copy(update={"offset": 0})
     twice = plan.model_copy(update={"tensors": (plan.tensors[0], over, *plan.tensors[2:])})
     with pytest.raises(SyncMismatch, match="lies over another"):
-        served.engine.prepare_update(twice.model_dump_json(), plan_digest(twice), channel, 0)
+        served.engine.prepare_update(twice.model_dump_json(), text_digest(twice.model_dump_json()), channel, 0)
 
 
 def test_what_was_not_prepared_or_received_is_refused(served, tmp_path):
@@ -248,7 +248,7 @@ def test_a_receiver_that_cannot_be_opened_stops_everybody(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     plan = plan_of(tensors_of_model(served.new))
     channel = Channel(transport="memory", folder=str(tmp_path), receivers=1)
-    served.engine.prepare_update(plan.model_dump_json(), plan_digest(plan), channel, 0)
+    served.engine.prepare_update(plan.model_dump_json(), text_digest(plan.model_dump_json()), channel, 0)
     os.mkfifo(tmp_path / "counters")  # can hold none
     with pytest.raises(SyncMismatch, match="counters of a weight update do not fit"):
         served.engine.receive_update()

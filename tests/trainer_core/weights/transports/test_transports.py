@@ -15,7 +15,7 @@ import torch
 from storage.errors import StorageUnavailable, SyncMismatch
 from tests.tasks.engine_update import ARENA, CPU, Sending, plan_of
 from trainer_core.weights.channel import Channel, Signals, fail
-from trainer_core.weights.digest import plan_digests
+from trainer_core.weights.digest import PlannedDigests
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.sending import BucketSender
 from trainer_core.weights.transports import card
@@ -235,7 +235,7 @@ def test_arenas_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "arenas-0").unlink()
     reading = Receiving(channel, plan)
     rank = SimpleNamespace(rank=0, device=CPU)
-    sender = BucketSender(channel, plan, rank, plan_digests({}, CPU))  # of a rank that continues with the others
+    sender = BucketSender(channel, plan, rank, PlannedDigests({}, CPU))  # of a rank that continues with the others
     with pytest.raises(SyncMismatch, match=r"sync\.arena_mib"):
         reading.result()
     with pytest.raises(StorageUnavailable, match=r"sync\.arena_mib"):
