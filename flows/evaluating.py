@@ -18,15 +18,13 @@ from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.stored import StoredConfig, read_config
 from tasks.export.choice import Chosen, choose
-from tasks.stages.context import NoPage, Page, Performer, RunContext, directly
+from tasks.stages.context import Performer, RunContext, directly
 from tasks.stages.evaluation import evaluation
 from tasks.stages.retrying import persistent
 from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.fleet import Fleet, engines_on
 from tasks.workers.hosts import transit
 from tasks.workers.scratch import sweep
-
-UNSEEN = NoPage()
 
 
 def evaluate_weights(
@@ -35,7 +33,6 @@ def evaluate_weights(
     settings: EvaluationSettings,
     say: Callable[[str], object],
     performer: Performer = directly,
-    page: Page = UNSEEN,
 ) -> EvaluationRecord:
     """Evaluate the weights of one iteration, or find that evaluation in storage; `which` is as
     `tasks.export.choice.choose` takes it. Raises InputError if there are no such weights, or they cannot be served
@@ -46,7 +43,7 @@ def evaluate_weights(
         say(f"iteration {chosen.iteration} is {chosen.why}")
     check_config(stored.config, store, prepared_stage(store, chosen.run))
     with open_evaluation(chosen.run, store, stored) as context:
-        shown = replace(context, performer=performer, page=page, say=say, revisions=revisions)
+        shown = replace(context, performer=performer, say=say, revisions=revisions)
         manifest = evaluation(persistent(shown, say), chosen.iteration, settings).manifest
     return recorded(store, chosen.run, manifest.digest)
 

@@ -168,7 +168,9 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     if config.retrain is None:
         _check_algorithm(config)
         _check_ahead(config)
-        _check_lengths(config)
+        if config.train.max_length < (longest := config.engine.max_model_len):
+            given = f"train.max_length = {config.train.max_length}"
+            raise InputError(f"engine.max_model_len = {longest} lets responses grow beyond {given}: make them equal")
     else:  # the selection is checked for what it is; no engine is started
         samples = config.retrain.samples
     updates = config.train.policy.mini_batches
@@ -186,14 +188,6 @@ def check_saving(config: RunConfig, device: Device) -> None:
         raise InputError(f"{given}, by kernels that must repeat them: set device.deterministic = true, or it to 1")
     if config.train.policy.distill is not None:
         raise InputError(f"{given}, but a teacher's scores (train.policy.distill) are stored with states: set it to 1")
-
-
-def _check_lengths(config: RunConfig) -> None:
-    if config.train.max_length < config.engine.max_model_len:
-        raise InputError(
-            f"engine.max_model_len = {config.engine.max_model_len} lets responses grow beyond train.max_length = "
-            f"{config.train.max_length}: make them equal"
-        )
 
 
 def _check_algorithm(config: RunConfig) -> None:

@@ -17,7 +17,7 @@ from storage.upkeep.catalog import names, stored_states
 from storage.upkeep.fork import Announce, Forked, branch
 from tasks.checks import check_branch
 from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
-from tasks.config.retrain import RetrainSection, absolute, moment_before, place_of, state_of
+from tasks.config.retrain import absolute, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, check_fixed, stored_config
 from tasks.rewards.trying import call_reward
@@ -86,12 +86,16 @@ def begin_retraining(
     selected is read once for this, and once more by the stage. `request` is the identity of the flow run that begins
     it; `announce` is told of what will be copied. Raises InputError: the configuration, the state to start from or the
     selection cannot be used."""
-    section = _section(config, run)
+    if (section := config.retrain) is None:
+        raise InputError(f"run {run!r} has no [retrain]: `ratchet run` starts a run that samples for itself")
     if root.exists(layout.run_config_key(run)):
         return None
     place = state_of(section.start)
     source = open_place(root, place)
-    _check_selection(root, section)
+    if section.where.strip():
+        parse_filter(section.where, OFFERED)
+    for text in section.select:
+        open_place(root, place_of(text))
     if (prepared := find(source, place.run, 0, Stage.PREPARE)) is None:
         raise InputError(f"run {place.run!r} holds no model, so no run can begin from it: name another with --from")
     check_branch(config, source, prepared)
@@ -111,12 +115,6 @@ def _parsed(document: dict[str, Any], run: str) -> RunConfig:
     return parse_config(with_functions(document, None), f"of run {run} with the given settings")
 
 
-def _section(config: RunConfig, run: str) -> RetrainSection:
-    if config.retrain is None:
-        raise InputError(f"run {run!r} has no [retrain]: `ratchet run` starts a run that samples for itself")
-    return config.retrain
-
-
 def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Stored samples are off-policy: add importance correction, unless the changes set one or the loss needs none."""
     said = merged(document["train"]["policy"], changes.get("train", {}).get("policy", {}))
@@ -128,10 +126,3 @@ def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     if asked or policy.needs_behaviour or not policy.needs_advantages:
         return document
     return merged(document, {"train": {"policy": {"correction": {"type": "truncate"}}}})
-
-
-def _check_selection(root: Root, section: RetrainSection) -> None:
-    if section.where.strip():
-        parse_filter(section.where, OFFERED)
-    for text in section.select:
-        open_place(root, place_of(text))

@@ -81,11 +81,11 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line and show it as what is being done."""
         self._begin(text)
-        self._print(text)
+        self.note(text)
 
     def note(self, text: str) -> None:
         """Print a line beside what is being done."""
-        self._print(text)
+        self._console.print(Text(text), soft_wrap=True)
 
     def expect(self, iterations: int) -> None:
         """Set the number of iterations that the run is to have."""
@@ -100,7 +100,7 @@ class Progress:
         for follower in self._followers:
             follower.begins(iteration, stage)
         if iteration == 0 and not self._console.is_terminal:
-            self._print(f"iteration 0: {stage}")  # the start is slow: processes, warm-up
+            self.note(f"iteration 0: {stage}")  # the start is slow: processes, warm-up
 
     def finished(self, record: IterationRecord) -> None:
         """Print the line of a finished iteration and why nothing can be learned from it, and tell the listeners."""
@@ -108,7 +108,7 @@ class Progress:
         if record.iteration:  # the preparation is like no other
             self._pace.append(record.seconds)
             self._paced = time.monotonic()
-        self._print(iteration_line(record, self._iterations))
+        self.note(iteration_line(record, self._iterations))
         for trouble in record.troubles:
             self.warn(f"iteration {record.iteration}: {EXPLANATIONS[trouble]}")
         for listener in self._listeners:
@@ -135,7 +135,7 @@ class Progress:
         portion = Portion(*self._stage, done, of, unit, note=note, left_s=self._left(done, of, unit))
         self.advanced(portion)
         if note and not self._console.is_terminal and time.monotonic() >= self._due:
-            self._print(f"iteration {portion.iteration}: {portion_text(portion)}")
+            self.note(f"iteration {portion.iteration}: {portion_text(portion)}")
             self._due = time.monotonic() + _PLAIN_S
 
     def _left(self, done: int, of: int, unit: str) -> float | None:
@@ -154,13 +154,10 @@ class Progress:
         self._listeners.append(listener)
 
     def warn(self, text: str) -> None:
-        self._print(f"warning: {text}")
+        self.note(f"warning: {text}")
 
     def _begin(self, doing: str) -> None:
         self._doing, self._since = doing, time.monotonic()
-
-    def _print(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
 
     def _shown(self) -> Group:
         sample = [] if self._sample is None else [Text(self._sample, style="dim", no_wrap=True, overflow="ellipsis")]

@@ -94,10 +94,9 @@ _LINGER_SECONDS = 30.0
 _INTERRUPTED_SECONDS = 2.0
 
 
-def write_report(root: Root, run: str, history: list[IterationRecord] | None = None) -> bytes:
-    """Make the files of a run from its manifests alone, and return the plot; what is right already stays. `history` is
-    what `read_history` gave, if it was read already."""
-    rows = [record.row for record in (read_history(root, run) if history is None else history)]
+def write_report(root: Root, run: str) -> bytes:
+    """Make the files of a run from its manifests alone, and return the plot; what is right already stays."""
+    rows = [record.row for record in read_history(root, run)]
     MetricsFile(root, run).write(rows)
     events = _Sender(root, run, "tensorboard", lambda: TensorBoard(root, run))
     events.send(*rows)

@@ -146,11 +146,11 @@ def holder(root: Root, run: str) -> Entry | None:
     return None if _is_free(entry) else entry
 
 
-def check_free(root: Root, run: str, clock: Clock = SYSTEM) -> None:
+def check_free(root: Root, run: str) -> None:
     """Refuse early what `acquire` would. Raises LeaseHeld if a running process of this machine drives the run."""
     entry = newest(root, run)
-    if entry is not None and _is_at_work(entry, clock):
-        raise LeaseHeld(explain(run, entry, clock))
+    if entry is not None and _is_at_work(entry, SYSTEM):
+        raise LeaseHeld(explain(run, entry))
 
 
 def acquire(

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 
 from storage.backends.root import Root
 from storage.errors import InputError
@@ -19,9 +18,7 @@ ASKED_FOR = "flow run "  # prefix of the name of such a holder
 _LOOK_SECONDS = 0.1
 
 
-def end_holder(
-    root: Root, run: str, seconds: float, pause: Callable[[float], None] = time.sleep
-) -> tuple[Entry | None, bool]:
+def end_holder(root: Root, run: str, seconds: float) -> tuple[Entry | None, bool]:
     """Ask the process that drives a run to end, as Ctrl-C would, and wait for that. Returns the newest entry of that
     process, None if the run is free, and whether it has ended within `seconds`. Raises InputError if the process is not
     known on this machine, or belongs to another user."""
@@ -44,5 +41,5 @@ def end_holder(
     while life(owner) is Life.ALIVE:
         if time.monotonic() >= deadline:
             return entry, False
-        pause(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     return entry, True

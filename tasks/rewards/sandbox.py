@@ -93,15 +93,9 @@ def check_sandbox() -> None:
 
 
 def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
-    """Run a Python program, which has the standard library alone, and end every process that it has started.
-
-    Args:
-        program: its text.
-        given: text of its standard input.
-
-    Raises:
-        SandboxFailed: the sandbox did not start, or did not end; never for what the program does.
-    """
+    """Run a Python program, which has the standard library alone and the text `given` as its standard input, and end
+    every process that it has started. Raises SandboxFailed: the sandbox did not start, or did not end; never for what
+    the program does."""
     if (bubblewrap := shutil.which("bwrap")) is None:
         raise SandboxFailed("bubblewrap is not installed")
     with ExitStack() as open_files:

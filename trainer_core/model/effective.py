@@ -88,7 +88,11 @@ MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     ),
     Setting("parallel.context", lambda live: {_context(module) for module in _of(live, Attention)}),
     Setting("precision", lambda live: {_precision(one.dtype) for one in _weights(live)}),
-    Setting("precision of gradients", lambda live: {_precision(one) for one in _gradients(live)}, lambda _: "fp32"),
+    Setting(
+        "precision of gradients",
+        lambda live: {_precision(one.main_grad.dtype) for one in _weights(live)},  # pyright: ignore[reportAttributeAccessIssue]
+        lambda _: "fp32",
+    ),
     Setting("parallel.sequence", lambda live: _values(_linears(live), "sequence_parallel")),
     Setting("hidden_dropout", lambda live: _values(_of(live, TransformerLayer), "hidden_dropout"), lambda _: 0.0),
     Setting("distributed optimizer", lambda live: _of_groups(live, "use_distributed_optimizer"), lambda _: True),
@@ -198,10 +202,6 @@ def _of[M: torch.nn.Module](live: Built, kind: type[M]) -> list[M]:
 
 def _weights(live: Built) -> list[torch.nn.Parameter]:
     return [parameter for chunk in live.chunks for parameter in chunk.parameters() if parameter.requires_grad]
-
-
-def _gradients(live: Built) -> set[torch.dtype]:
-    return {parameter.main_grad.dtype for parameter in _weights(live)}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _precision(dtype: torch.dtype) -> str:

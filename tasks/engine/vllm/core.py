@@ -140,11 +140,8 @@ class Core:
             self._asleep = False
 
     def forget_prompts(self) -> None:
-        """Empty the prefix cache. What is under way computes its part of the key-value cache again.
-
-        Raises:
-            SyncMismatch: vLLM refuses.
-        """
+        """Empty the prefix cache. What is under way computes its part of the key-value cache again. Raises
+        SyncMismatch: vLLM refuses."""
         if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise SyncMismatch("vLLM did not empty its prefix cache, which holds values of the old weights; sync again")
 

@@ -86,14 +86,8 @@ class Engine(EngineProtocol):
     """vLLM, here or in processes that this one starts."""
 
     def __init__(self, spec: EngineSpec, meeting_place: str | None = None) -> None:
-        """Start the engine with the weights in `spec.model_dir`.
-
-        Args:
-            meeting_place: empty folder where the processes of `spec.tensor` above 1 meet.
-
-        Raises:
-            InputError: the directory holds no model.
-        """
+        """Start the engine with the weights in `spec.model_dir`; with `spec.tensor` above 1 its processes meet in the
+        empty folder `meeting_place`. Raises InputError: the directory holds no model."""
         if not (Path(spec.model_dir) / "config.json").is_file():
             raise InputError(f"{spec.model_dir} holds no config.json: give a Hugging Face model directory")
         if meeting_place is not None:
@@ -300,11 +294,7 @@ class Engine(EngineProtocol):
             self._core.add(list(zip(named, prompts, batch.how, strict=True)))
 
     def _step(self, admit: bool = True) -> tuple[int, list[Batch]]:
-        """Responses that ended in one step, and the batches that are finished with them.
-
-        Args:
-            admit: whether to begin with what waits.
-        """
+        """Responses that ended in one step, and the batches that are finished with them; `admit` begins what waits."""
         ended, finished = 0, []
         for answer in self._core.step():
             if answer.finish_reason is None:

@@ -61,10 +61,8 @@ def end_with_parent() -> None:
 def meet_without_listening() -> None:
     """Let the ranks of `tcp://` process groups meet in memory or at a file.
 
-    Torch's own store for such a group accepts connections on every interface, whatever address it was given.
-
-    Raises:
-        RatchetError: this torch has no such handlers, so its listeners would not be where they must be.
+    Torch's own store for such a group accepts connections on every interface, whatever address it was given. Raises
+    RatchetError: this torch has no such handlers, so its listeners would not be where they must be.
     """
     # its package holds a function of the same name
     handlers = vars(import_module("torch.distributed.rendezvous")).get("_rendezvous_handlers")

@@ -92,14 +92,8 @@ class Landing:
     """Entries of a parameter that no checkpoint fills."""
 
     def check(self, plan: WeightPlan, also: Callable[[str], bool]) -> None:
-        """Compare with a plan: it must fill every parameter, and hold nothing that has no place.
-
-        Args:
-            also: whether a tensor without a place may be sent nevertheless, because the engine has no use for it.
-
-        Raises:
-            SyncMismatch: it does not; with the names.
-        """
+        """Compare with a plan: it must fill every parameter, and hold nothing that has no place, unless `also` says
+        that the engine has no use for it. Raises SyncMismatch, with the names."""
         for tensor in plan.tensors:
             place = self.places.get(tensor.name)
             if place is None and not also(tensor.name):

@@ -64,11 +64,8 @@ class Lane(Protocol):
         ...
 
     def load(self, arriving: Arriving) -> set[str]:
-        """Load everything; names of the parameters it went to, as far as loaders report them.
-
-        Raises:
-            SyncMismatch: loaders failed, or stopped too early.
-        """
+        """Load everything; names of the parameters it went to, as far as loaders report them. Raises SyncMismatch:
+        loaders failed, or stopped too early."""
         ...
 
     def finish(self) -> None:
@@ -118,11 +115,7 @@ class InPlace:
         self._begun = self._digests.begin()
 
     def landed(self) -> dict[str, str]:
-        """See `Lane.landed`.
-
-        Raises:
-            SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one.
-        """
+        """Raises SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one."""
         now = addresses(self._model)
         if moved := [key for key, address in now.items() if address != self._storage.get(key)]:
             paths = {id(layer): path for path, layer in named_layers(self._model).items()}
@@ -215,12 +208,8 @@ class LayerWise:
 
 
 def lane_of(survey: Survey, config: VllmConfig, planned: Planned, followed: bool) -> Lane:
-    """The quickest way of loading that is right for a model.
-
-    Args:
-        planned: what each bucket brings.
-        followed: whether loaders were seen to put every tensor where the table of the live model says.
-    """
+    """The quickest way of loading that is right for a model. `planned` is what each bucket brings; `followed` says that
+    loaders were seen to put every tensor where the table of the live model says."""
     if not survey.in_place:
         return LayerWise(survey, config, planned)
     return ByTable(survey, config, planned) if followed else InPlace(survey, config)
@@ -228,10 +217,7 @@ def lane_of(survey: Survey, config: VllmConfig, planned: Planned, followed: bool
 
 def by_loaders(model: torch.nn.Module, arriving: Arriving) -> set[str]:
     """Let vLLM's loaders take what arrives; what they raise becomes an error of ours, which keeps its type on its way.
-
-    Raises:
-        SyncMismatch: they failed, or stopped too early.
-    """
+    Raises SyncMismatch: they failed, or stopped too early."""
     names: list[str] = []
 
     def told() -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,10 +14,8 @@ _OF_LOGITS = 16  # bytes for each sequence and entry of the vocabulary: four arr
 def cache_bytes(spec: EngineSpec, card: int) -> int:
     """Bytes that `spec.gpu_memory_utilization` of a card leaves beside weights, logits and the rest.
 
-    vLLM would measure it, but counts what the trainer takes from the same card in the meantime as its own.
-
-    Raises:
-        InputError: it leaves nothing.
+    vLLM would measure it, but counts what the trainer takes from the same card in the meantime as its own. Raises
+    InputError: it leaves nothing.
     """
     folder = Path(spec.model_dir)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

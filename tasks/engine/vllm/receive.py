@@ -66,15 +66,8 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         self._survey.look()
 
     def prepare(self, plan: str, channel: str, number: int) -> str:
-        """Compare a plan with the live model; see `EngineProtocol.prepare_update`.
-
-        Args:
-            plan, channel: as JSON.
-            number: of this worker among the receivers.
-
-        Returns:
-            The plan's digest.
-        """
+        """Compare a plan with the live model, and return its digest; see `EngineProtocol.prepare_update`. Plan and
+        channel are JSON, `number` is that of this worker among the receivers."""
         survey = self._survey or Survey(self.model)
         self.forget()
         planned, way = WeightPlan.model_validate_json(plan), Channel.model_validate_json(channel)

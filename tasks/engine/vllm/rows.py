@@ -138,11 +138,8 @@ class Rows:
             self.table[column, at] += 1
 
     def take(self, at: Places, tokens: NDArray[np.int32], logprobs: NDArray[np.float32], as_rows: int) -> Places:
-        """Note what a step sampled for the rows `at`; the places among them that end with it.
-
-        Args:
-            as_rows: so many of `at`, the first ones, were rows when the step was planned.
-        """
+        """Note what a step sampled for the rows `at`; the places among them that end with it. The first `as_rows` of
+        `at` were rows when the step was planned."""
         slots, sampled = self.table[SLOT, at], self.table[SAMPLED, at]
         columns = sampled - self._first[slots]
         self._tokens[slots, columns], self._logprobs[slots, columns] = tokens, logprobs

@@ -61,14 +61,8 @@ class Update:
     """One update of one worker's model. Everything it knows of the model it has looked up for this update."""
 
     def __init__(self, survey: Survey, config: VllmConfig, plan: WeightPlan, lane: Lane) -> None:
-        """Compare a plan with the live model; nothing is written.
-
-        Args:
-            lane: how tensors are loaded.
-
-        Raises:
-            SyncMismatch: it is not what the model needs.
-        """
+        """Compare a plan with the live model; nothing is written. `lane` is the way of loading. Raises SyncMismatch: it
+        is not what the model needs."""
         _check_layout(plan)
         self._survey, self._config, self._plan, self._lane = survey, config, plan, lane
         self._landing = survey.landing
@@ -90,11 +84,7 @@ class Update:
         return None if self._lane.keeps_views else self._survey.layout
 
     def receive(self, receiver: Receiver) -> Report:
-        """Load what arrives, and compare what landed with it.
-
-        Raises:
-            SyncMismatch: see `EngineProtocol.receive_update`.
-        """
+        """Load what arrives, and compare what landed with it; raises as `EngineProtocol.receive_update`."""
         try:
             with torch.no_grad():
                 return self._receive(receiver)
