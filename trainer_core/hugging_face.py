@@ -57,18 +57,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _Factor:
-    """A factor of an adapter: one layer of a stacked tensor of the state."""
-
-    stored: str
-    region: Region
-
-    def matrix(self, state: SavedState) -> torch.Tensor:
-        """The factor, two-dimensional."""
-        return state.read(self.stored, self.region).reshape(self.region.shape[-2:])
-
-
-@dataclass(frozen=True)
 class Adapted:
     """A frozen tensor of the model that the run began with, and the factors that are added to it."""
 
@@ -76,13 +64,14 @@ class Adapted:
     file: Path
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype  # that of the state
-    factors: tuple[_Factor, ...]  # `b` and `a`, or none
+    factors: tuple[tuple[str, Region], ...]
+    """`b` and `a`, each one layer of a stacked tensor of the state, by its name there; or none."""
     place: tuple[int, int]
     in_fp32: bool = False
 
     def matrices(self, state: SavedState) -> Tensors:
-        """The factors."""
-        return tuple(factor.matrix(state) for factor in self.factors)
+        """The factors, two-dimensional."""
+        return tuple(state.read(stored, region).reshape(region.shape[-2:]) for stored, region in self.factors)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,7 +102,7 @@ class StoredWeights:
         self._state, self._vocab_size = state, vocab_size
         tensors = [name for name in sorted(state.tensors) if not name.startswith(OPTIMIZER_PREFIX)]
         held = [name for name in tensors if _ADAPTER not in name]
-        found: list[Entry | Adapted] = [entry for name in held for entry in self._entries(name)]
+        found: list[Entry | Adapted] = [self._entry(name, *layer) for name in held for layer in self._layers(name)]
         if state.facts.lora is not None:
             given = {name for entry in found for name in entry.names}
             found += [entry for entry in self._adapted(model_dir, tensors) if entry.stored not in given]
@@ -133,30 +122,23 @@ class StoredWeights:
                 for kind, factor in zip("BA", entry.matrices(self._state), strict=True):
                     yield f"{module}.lora_{kind}.weight", factor.contiguous()
 
-    def _entries(self, stored: str) -> Iterator[Entry]:
-        for name, region, axes in self._layers(stored):
-            yield self._entry(stored, name, region, axes)
-
     def _layers(self, stored: str) -> Iterator[tuple[str, Region, int]]:
         """Each layer or expert of a tensor: its name in the model, its region, and the number of axes that count."""
         size = self._state.tensors[stored].size
         axes = len(list(filter(None, (_STACKED.match(stored), _EXPERTS.match(stored)))))  # of layers, then of experts
         rest = size[axes:]
         for numbers in itertools.product(*map(range, size[:axes])):
-            yield (
-                _numbered(stored, numbers),
-                Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest)),
-                axes,
-            )
+            region = Region((*numbers, *(0 for _ in rest)), (*(1 for _ in numbers), *rest))
+            yield _numbered(stored, numbers), region, axes
 
     def _adapted(self, model_dir: Path, stored: list[str]) -> Iterator[Adapted]:
         """Every tensor of the model's folder, with its factors."""
-        factors: dict[str, tuple[_Factor, ...]] = {}
+        factors: dict[str, tuple[tuple[str, Region], ...]] = {}
         for name in stored:  # sorted, so that `a` comes before `b`
             if _ADAPTER in name:
                 for layer, region, _ in self._layers(name):
                     weight = self._weight(layer)
-                    factors[weight] = (_Factor(name, region), *factors.get(weight, ()))
+                    factors[weight] = ((name, region), *factors.get(weight, ()))
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[self._state.facts.precision]
         for path in sorted(model_dir.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:

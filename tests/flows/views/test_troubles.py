@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from flows.views.artifacts import summary
-from flows.views.history import Trouble, explanation, record_of, run_troubles, troubles_of
+from flows.views.history import EXPLANATIONS, Trouble, record_of, run_troubles, troubles_of
 from flows.views.progress import Progress, iteration_line, status_lines
 from flows.views.status import read_status
 from storage.backends.root import Root
@@ -44,7 +44,7 @@ def test_each_sign_is_seen_in_the_metrics(metrics, found):
 def test_the_run_says_how_often_and_whether_a_response_ever_ended():
     lines = run_troubles([(1, (Trouble.TRUNCATED,)), (2, (Trouble.TRUNCATED, Trouble.EQUAL_GROUPS)), (3, ())])
     assert [line.partition(":")[0] for line in lines] == ["1 of 3 iterations, last 2", "2 of 3 iterations, last 2"]
-    assert explanation(Trouble.TRUNCATED) in lines[1]
+    assert EXPLANATIONS[Trouble.TRUNCATED] in lines[1]
     (line,) = run_troubles([(1, (Trouble.TRUNCATED,)), (2, (Trouble.TRUNCATED,))])
     assert "no response has ever ended with a stop token" in line
     assert run_troubles([(1, ())]) == ()
@@ -64,7 +64,7 @@ def test_it_is_shown_where_people_look(make_run: MakeRun, root: Root):
     Progress("a", 4, Console(file=text, width=300)).finished(status.history[2])
     first, second = text.getvalue().splitlines()
     assert "without reward 3 (errors 2, timeouts 1)" in first
-    assert second == f"warning: iteration 2: {explanation(Trouble.TRUNCATED)}"
+    assert second == f"warning: iteration 2: {EXPLANATIONS[Trouble.TRUNCATED]}"
 
 
 def test_a_figure_that_is_not_there_is_not_shown():
