@@ -139,14 +139,21 @@ class _Parser:
             self._fail(self._token, f"{sign!r} is missing: {why}")
 
     def _condition(self) -> _Value:
-        return self._joined(lambda: self._joined(self._negated, "and", operator.and_), "or", operator.or_)
+        found = self._either()
+        while self._takes("or"):
+            found = self._joined(found, self._either(), operator.or_)
+        return found
 
-    def _joined(self, operand: Callable[[], _Value], word: str, join: Callable[..., pc.Expression]) -> _Value:
-        left = operand()
-        while self._takes(word):
-            right = operand()
-            left = _Value(join(self._truth(left), self._truth(right)), "truth", left.place)
-        return left
+    def _either(self) -> _Value:
+        found = self._negated()
+        while self._takes("and"):
+            found = self._joined(found, self._negated(), operator.and_)
+        return found
+
+    def _joined(
+        self, left: _Value, right: _Value, join: Callable[[pc.Expression, pc.Expression], pc.Expression]
+    ) -> _Value:
+        return _Value(join(self._truth(left), self._truth(right)), "truth", left.place)
 
     def _negated(self) -> _Value:
         place = self._token.place

@@ -67,8 +67,7 @@ class CardOpener:
         shown = Shown.model_validate_json(_path(self._channel, sender).read_text(encoding="utf-8"))
         card, handles = _card(index), [bytes.fromhex(handle) for handle in shown.handles]
         with _on(index):
-            opening = f"opened on card {shown.card}" + ("" if shown.card == card else f" from card {card}")
-            addresses = [_address(handle, opening) for handle in handles]
+            addresses = [_address(handle, _opening(shown.card, card)) for handle in handles]
         self._handles |= set(handles)
         own = torch.device("cuda", index)  # for torch they are on this card
         return [tensor_at(address, self._plan.arena_bytes, own) for address in addresses], shown.card == card
@@ -129,6 +128,10 @@ def _reserved(size: int, count: int) -> list[int]:
         _free(addresses)
         raise
     return addresses
+
+
+def _opening(theirs: str, own: str) -> str:
+    return f"opened on card {theirs}" + ("" if theirs == own else f" from card {own}")
 
 
 def _address(handle: bytes, opening: str) -> int:
