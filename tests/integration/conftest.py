@@ -77,6 +77,7 @@ class Proof:
     done: Finished
 
 
+CRITIC = ("train.policy.advantage.type=gae", "train.critic.learning_rate=1e-3")
 EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
 
 
@@ -87,6 +88,7 @@ EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
         pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
         pytest.param((None, MID_RESPONSE, LONG), id="mid-response", marks=pytest.mark.full),
         pytest.param((None, KILLS, ("train.lora.rank=8",)), id="adapters", marks=pytest.mark.full),
+        pytest.param((None, KILLS, CRITIC), id="critic", marks=pytest.mark.full),
     ],
 )
 def proof(request, server, home, tmp_path_factory) -> Proof:

@@ -1,16 +1,18 @@
 """PPO's critic against float64 of its own kind: values, updates, what the policy gets, its state on other layouts."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 
 from storage.errors import InputError
-from tests.trainer_core.models import make_model, places_of, random_samples
+from tests.trainer_core.models import make_family, make_model, places_of, random_samples
 from tests.trainer_core.objectives.test_advantages import gae_by_loops
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 from trainer_core.optimizer_config import CriticConfig
+from trainer_core.state.comparison import compare_states
 from trainer_core.state.facts import CRITIC, check_critic
 
 ITERATIONS = [random_samples(seed, turns=True) for seed in (3, 4)]
@@ -187,3 +189,36 @@ def test_a_state_with_a_critic_needs_one_and_the_reverse(alone):
         check_critic(folder, False)
     with pytest.raises(InputError, match=r"holds no critic, but the trainer has a critic: leave \[train.critic\] out"):
         check_critic(folder / CRITIC, True)
+
+
+def test_the_critic_of_two_states_is_compared(alone, tmp_path):
+    folder, _ = alone
+    other = shutil.copytree(folder, tmp_path / "other")
+    same, policy = compare_states(folder, other), compare_states(folder / CRITIC, other / CRITIC)
+    assert not same.differences
+    assert same.weights > policy.weights > 0
+    path = other / CRITIC / "weights.0.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.unlink()  # its other name is the file that the trainer had mapped
+    path.write_bytes(content)
+    (line,) = compare_states(folder, other).differences
+    assert line.startswith(f"{CRITIC}/") and "1 of" in line
+    shutil.rmtree(other / CRITIC)
+    assert compare_states(folder, other).differences == (f"{CRITIC}: only in {folder}",)
+
+
+def experts(trainer):
+    trainer.import_model()
+    return [trainer.train_policy(samples, 1.0) for samples in ITERATIONS]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_a_critic_with_experts_learns_alike_on_two_layouts(tmp_path, family):
+    run_ranks(1, make_family, str(tmp_path), family)
+    divided = settings().model_copy(update={"parallel": ParallelConfig(data=2, expert=2)})
+    found = [run_trainers(str(tmp_path), config, experts)[0] for config in (settings(), divided)]
+    for own, theirs in zip(*found, strict=True):
+        for name in (*NAMES, "grad_norm", "entropy"):
+            assert own[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5)
