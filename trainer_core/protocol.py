@@ -99,7 +99,8 @@ class TrainerProtocol(Protocol):
         objective says otherwise. Samples that are not usable, or that the objective leaves out, are ignored; if none is
         left, nothing is updated. A single update is a single pass; several have one scoring pass before them, as does a
         KL in the reward, a reference has one more, and measuring the KL another over `TrainerConfig.policy.kl_sample`
-        samples. DPO has a scoring pass before each update.
+        samples. DPO has a scoring pass before each update. A critic values all samples first, and learns before the
+        policy does.
 
         Args:
             samples: all samples of the iteration, on every rank.
@@ -116,7 +117,9 @@ class TrainerProtocol(Protocol):
             of KL(engine || trainer), in nats; correction_weight and correction_fraction, with a correction: mean weight
             and share of tokens out of range; pairs and preference_accuracy, with DPO; auxiliary_loss, if routers are
             balanced: mean over updates of what is minimised beside loss, coefficient included; tokens: response tokens
-            that were trained on; steps: updates. If no sample is left: grad_norm, steps and tokens, all 0.
+            that were trained on; steps: updates. If no sample is left: grad_norm, steps and tokens, all 0. With a
+            critic docs/algorithms.md names what is added; loss, grad_norm, clip_fraction and learning_rate are missing
+            where it learns alone.
 
         Raises:
             InputError: if a sequence is longer than max_length, or a reference is needed and none is loaded.

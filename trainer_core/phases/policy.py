@@ -65,7 +65,7 @@ class PolicyPhase:
         chosen = np.isin(np.arange(len(samples)), rows)
         counted = samples.per_response_token(chosen)
         report = {
-            **(mean_of(updates) if updates else {"grad_norm": 0.0, "steps": 0.0}),
+            **(mean_of(updates) if updates else {"steps": 0.0}),
             **learned,
             **engine_difference(samples, before.logprobs, counted),
             **correction_effect(self.policy.correction, samples, before.logprobs, chosen),
