@@ -10,7 +10,7 @@ from storage.errors import InputError
 from tests.trainer_core.models import make_family, make_model, places_of, random_samples
 from tests.trainer_core.objectives.test_advantages import gae_by_loops
 from tests.trainer_core.ranks import run_ranks, run_trainers
-from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 from trainer_core.optimizer_config import CriticConfig
 from trainer_core.state.comparison import compare_states
 from trainer_core.state.facts import CRITIC, check_critic
@@ -18,6 +18,7 @@ from trainer_core.state.facts import CRITIC, check_critic
 ITERATIONS = [random_samples(seed, turns=True) for seed in (3, 4)]
 GAMMA, LAMBDA, CLIP, RATE = 0.97, 0.8, 0.05, 5e-3
 ADVANTAGE = {"type": "gae", "gamma": GAMMA, "gae_lambda": LAMBDA}
+EVERYTHING = MemoryConfig(offload_parameters=True, drop_gradients=True, offload_optimizer=True)
 LAYOUTS = {
     "single": ParallelConfig(),
     "tp2-sp": ParallelConfig(tensor=2, sequence=True),
@@ -140,13 +141,16 @@ def expected(model):
 
 
 def walk(trainer, folder, elsewhere):
-    """Two iterations, the first of the critic alone, with a state between them from which the second is done twice;
-    values at the end; and the second iteration from a state that another layout has saved."""
+    """Two iterations, the first of the critic alone. From a state between them the second is done twice, once after all
+    memory was freed. Also the values at the end, and the second iteration from a state of another layout."""
     trainer.import_model()
     begun, first, saved = trainer.state_identity(), trainer.train_policy(ITERATIONS[0], 1.0), trainer.save(folder)
     assert {name for name in saved.names if name.startswith(f"{CRITIC}/weights.")}
     identity, ends = saved.identity, []
-    for _ in range(2):
+    for frees in (MemoryConfig(), EVERYTHING):
+        freed = trainer.release(frees)
+        assert (freed > trainer._critic.model.release(frees)) == frees.in_use
+        assert trainer._critic.model.residence.has_parameters != frees.in_use
         ends.append((trainer.train_policy(ITERATIONS[1], 1.0), trainer.state_identity(), identity))
         values, identity = trainer._critic.values(ITERATIONS[0]), trainer.load(folder).identity
     moved = None if elsewhere is None else (trainer.load(elsewhere).identity, trainer.train_policy(ITERATIONS[1], 1.0))
