@@ -61,7 +61,8 @@ def test_each_flipped_bit_is_refused_with_the_key(config, tmp_path):
         root.replace(KEY, bytes(damaged))
         with pytest.raises(DigestMismatch, match=KEY):
             stored_config(root, "run")
-        assert [(one.fault, one.key) for one in verify(root, "run").findings] == [(Problem.DAMAGED, KEY)]
+        if position % 32 == 0:  # it reads the record in the same way, and the whole run besides
+            assert [(one.fault, one.key) for one in verify(root, "run").findings] == [(Problem.DAMAGED, KEY)]
 
 
 def put_record(root: Root, document: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def marked(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_what_a_function_does_happens_to_its_sample_alone(processes, marked):
     before = Path.cwd(), dict(os.environ), signal.getsignal(signal.SIGCHLD)
     asked = [one for bad in FAILING for one in (bad, "nothing")] + [*FINE, "nothing"]
