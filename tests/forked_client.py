@@ -21,9 +21,13 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def kind_of(arguments: list[str]) -> str | None:
-    """The kind of process; None if no server has what it needs."""
+    """The kind of process; None if no server has what it needs.
+
+    The worker of a site begins as always: whoever ends a site looks for what the worker has started.
+    """
     if arguments[0] == "-m":
-        return "command" if arguments[1].split(".")[0] == "flows" else None
+        ours = arguments[1].split(".")[0] in ("flows", "uvicorn") and arguments[1] != "flows.site.worker"
+        return "command" if ours else None
     if arguments[0] == "-c":
         return None if "multiprocessing" in arguments[1] else "command"
     if arguments[0].endswith(WORKER):
@@ -35,12 +39,12 @@ def main(folder: str, python: str, arguments: list[str]) -> None:
     """Become Python, or stay for a process that is forked."""
     options = 1 if arguments[:1] == ["-u"] else 0
     kind = kind_of(arguments[options:]) if len(arguments) > options else None
-    if kind is None:
+    if kind is None or not Path(folder, kind, "socket").exists():
         os.execv(python, [python, *arguments])
     files = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists()]
     lifeline, _held = os.pipe()
     server = socket.socket(socket.AF_UNIX)
-    server.connect(f"{folder}/{kind}")
+    server.connect(f"{folder}/{kind}/socket")
     order = {
         "files": files, "arguments": arguments[options:], "environment": dict(os.environ), "folder": str(Path.cwd()),
     }  # fmt: skip
@@ -51,6 +55,9 @@ def main(folder: str, python: str, arguments: list[str]) -> None:
     os.close(lifeline)
     answers = server.makefile()
     process = int(answers.readline() or os._exit(70))
+    told = Path(folder, f"{os.getpid()}")  # for `own` in tests/forked_python.py
+    told.with_suffix(".new").write_text(f"{process}")
+    told.with_suffix(".new").rename(told)
 
     def hand_on(number: int, _: FrameType | None) -> None:
         os.kill(process, number)

@@ -1,5 +1,6 @@
-"""Processes of the real stack, forked from some that have imported what they need: of the 40 s of processor of a start,
-imports take more than half.
+"""Processes of the real stack and of sites, forked from some that have imported what they need.
+
+Of the 40 s of processor of a start of the real stack, imports take more than half.
 
 `python -m tests.forked_python KIND FOLDER PID` serves at a socket there until process PID has ended.
 """
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,11 @@ MODULES = {
         "flows.proof.prove",
         "flows.server.temporary",
         "flows.server.sqlite",
+        "flows.deployments.retrain",
+        "flows.deployments.runs",
+        "flows.deployments.stored",
+        "flows.site.up",
+        "prefect.engine",
         "uvicorn",
         "prefect.server.api.server",
         "ray.dashboard.head",
@@ -45,14 +52,22 @@ MODULES = {
         "ray.autoscaler._private.monitor",
     ),
 }
+_CLIENT = PROJECT / "tests" / "forked_client.py"
+_FOLDER = "forked-python"
 _LOOK_S = 1.0
 _MOST_FILES = 64
 _LIFELINE, _SAFE = 499, 500  # numbers that no file of a client has
 
 
-def forked_python(factory: "pytest.TempPathFactory") -> str:
-    """Path of a Python that is one of these processes; all processes of this run of the tests share the servers."""
-    return str(once("forked-python", factory, _start) / "python")
+def forked_python(factory: "pytest.TempPathFactory", *kinds: str) -> str:
+    """Path of a Python whose processes of these kinds are forked, and those of others begin as always.
+
+    All processes of this run of the tests share the servers.
+    """
+    folder = once(_FOLDER, factory, _write)
+    for kind in kinds or MODULES:
+        once(f"{_FOLDER}/{kind}", factory, _start)
+    return str(folder / "python")
 
 
 def of_workers(python: Path) -> dict[str, str]:
@@ -60,18 +75,52 @@ def of_workers(python: Path) -> dict[str, str]:
     return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": str(python)}})}
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A finished command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out.splitlines()[-1])
+
+
+def own(process: psutil.Process) -> psutil.Process:
+    """The forked process for which this one stands; this one if it stands for none, or for none yet."""
+    with suppress(psutil.NoSuchProcess, FileNotFoundError):
+        line = process.cmdline()
+        if str(_CLIENT) in line:
+            folder = Path(line[line.index(str(_CLIENT)) + 1])
+            return psutil.Process(int((folder / f"{process.pid}").read_text()))
+    return process
+
+
+def tree(process: psutil.Process) -> list[psutil.Process]:
+    """The process and all below it, with those that are forked."""
+    found, forked = [process], own(process)
+    if forked != process:
+        found.append(forked)
+    with suppress(psutil.NoSuchProcess):
+        found += [one for child in forked.children() for one in tree(child)]
+    return found
+
+
+def _write(folder: Path) -> None:
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {_CLIENT} {folder} {sys.executable} "$@"\n')
+    script.chmod(0o755)
+
+
 def _start(folder: Path) -> None:
     owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     python = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.forked_python"]
-    servers = [
-        subprocess.Popen([*python, kind, str(folder), str(owner)], cwd=PROJECT, start_new_session=True)
-        for kind in MODULES
-    ]
-    script, client = folder / "python", PROJECT / "tests" / "forked_client.py"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {client} {folder} {sys.executable} "$@"\n')
-    script.chmod(0o755)
-    while not all((folder / kind).exists() for kind in MODULES):
-        assert not any(server.poll() for server in servers), "a server has failed: see its message"
+    words = [folder.name, str(folder.parent), str(owner)]
+    server = subprocess.Popen([*python, *words], cwd=PROJECT, start_new_session=True)
+    while not (folder / "socket").exists():
+        assert server.poll() is None, "the server has failed: see its message"
         time.sleep(0.1)
 
 
@@ -139,6 +188,8 @@ def _become(order: dict[str, Any], files: list[int]) -> None:
         _execute(order["arguments"])
         code = 0
     except SystemExit as ended:
+        if ended.code is not None and not isinstance(ended.code, int):
+            sys.stderr.write(f"{ended.code}\n")
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -168,6 +219,8 @@ def _execute(arguments: list[str]) -> None:
     sys.executable = str(Path(sys.argv[2]) / "python")  # what this one starts is forked too
     if "prefect" in sys.modules:  # it has read its settings at the import, as Ray has
         importlib.import_module("prefect.context").refresh_global_settings_context()
+        if "PREFECT_LOGGING_LEVEL" in os.environ:  # else `prepare_process` gives what the server has
+            importlib.import_module("prefect.logging.configuration").setup_logging(incremental=False)
     if "ray" in sys.modules:
         importlib.import_module("ray._raylet").Config.initialize("")
     if arguments[0] == "-m":
@@ -192,7 +245,8 @@ if __name__ == "__main__":
         sys.modules["ray"] = None  # a worker loads it: Ray then takes its job from the environment
     for module in MODULES[kind]:
         importlib.import_module(module)
+    importlib.import_module("tasks.config.code_version").code_version()  # computed once for all
     if kind != "command":
         del sys.modules["ray"]
     gc.freeze()  # else each process would copy the imported modules when it first collects garbage
-    serve(f"{folder}/{kind}", psutil.Process(int(owner)))
+    serve(f"{folder}/{kind}/socket", psutil.Process(int(owner)))

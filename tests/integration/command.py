@@ -4,13 +4,10 @@ import os
 import subprocess
 from pathlib import Path
 
-import psutil
-
 from storage.backends.root import open_root
 from storage.manifest import Manifest, need
 from tasks.stages.names import Stage
-from tests.command_server import Finished
-from tests.forked_python import of_workers
+from tests.forked_python import Finished, of_workers
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 TINY = Path(__file__).parent / "tiny.toml"
@@ -64,13 +61,3 @@ def run_tiny(root: Path, home: Path, *arguments: str) -> Finished:
 
 def committed(root: Path, iteration: int, stage: Stage) -> Manifest:
     return need(open_root(str(root)), RUN, iteration, stage)
-
-
-def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def still_running(processes: list[psutil.Process]) -> list[str]:
-    # Ray's agents take a while to notice that their driver was killed; the limit only ends a test that hangs
-    _, alive = psutil.wait_procs(processes, timeout=120)
-    return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,3 +1,5 @@
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from tasks.config.environment import Settings
 from tasks.engine.protocol import EngineSpec
 from tasks.workers.cluster import Cluster
+from tests.forked_python import forked_python, of_workers
 from tests.tasks.engine_process import CONTEXT, engine_process
 
 
@@ -69,3 +72,12 @@ def cluster():
     with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as started:
         started.start()
         yield started
+
+
+@pytest.fixture
+def forked(tmp_path_factory, monkeypatch):
+    """Let this process start Ray and its workers, and other processes, as forked ones."""
+    python = forked_python(tmp_path_factory)
+    monkeypatch.setattr(sys, "executable", python)
+    for name, value in of_workers(Path(python)).items():
+        monkeypatch.setenv(name, value)

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,13 +24,14 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from storage.backends.root import open_root
-from tests.command_server import Finished, carry_out
+from tests.forked_python import Finished, forked_python, of_workers, own
 from tests.prefect_home import prepared
 from tests.small.config import _DOCUMENT
 
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = Path(__file__).with_name("small.yaml")
 DEADLINE_S = 240
+_PYTHON = "PYTHON_OF_THE_TESTS"
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,29 @@ def free_port() -> int:
     raise AssertionError("none of a hundred ports is free")
 
 
-def command(*words: str, **more: str) -> Finished:
-    """The result of a command of a person whose environment names no server."""
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let `begin` start forked processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_PYTHON, forked_python(tmp_path_factory, "command"))
+        yield
+
+
+def begin(*words: str, **more: str) -> "subprocess.Popen[str]":
+    """Start a command of a person whose environment names no server."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    return carry_out((*words, "--json"), {**environment, "PREFECT_WORKER_QUERY_SECONDS": "1", **more})
+    environment |= {**of_workers(Path(environment[_PYTHON])), "PREFECT_WORKER_QUERY_SECONDS": "1", **more}
+    return subprocess.Popen(
+        [environment[_PYTHON], "-m", "flows", *words],
+        cwd=PROJECT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def command(*words: str, **more: str) -> Finished:
+    """The result of such a command."""
+    process = begin(*words, "--json", **more)
+    out, err = process.communicate()
+    return Finished(process.returncode, out, err)
 
 
 def up(folder: Path, port: int, *more: str) -> dict[str, Any]:
@@ -74,7 +95,7 @@ def up(folder: Path, port: int, *more: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")  # starting one takes long
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
+def site(python: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
     folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
     folder.mkdir(mode=0o700)
     prepared(folder / "prefect", tmp_path_factory)
@@ -194,6 +215,12 @@ def begun_rollout(start: Callable[..., FlowRun], config: str, root: str, run: st
     flow_run = start(run=run, root=root, iterations=1, config=config, settings=["evaluate.every=0"])
     wait_for(lambda: open_root(root).keys(f"{run}/manifests/000001"))
     return flow_run
+
+
+def flow_process(site: SiteHere) -> psutil.Process:
+    """The process of the flow run that the worker has started."""
+    (process,) = psutil.Process(site.process("worker")).children()
+    return own(process)
 
 
 def wait_until_idle(site: SiteHere) -> None:

@@ -1,9 +1,6 @@
 """A site and its flow runs when a person ends, kills or restarts parts of it."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -25,12 +22,13 @@ from storage.manifest import need
 from tasks.stages.names import Stage
 from tests.flows.site.conftest import (
     DEADLINE_S,
-    PROJECT,
     SMALL,
     SiteHere,
+    begin,
     begun_rollout,
     command,
     ended,
+    flow_process,
     up,
     wait_for,
     wait_until_idle,
@@ -43,7 +41,7 @@ def test_a_flow_run_that_ratchet_stop_ends_is_cancelled_and_not_tried_again(
     start, site: SiteHere, client: SyncPrefectClient, config, root, tmp_path: Path
 ):
     flow_run = begun_rollout(start, config, root, "b")
-    (process,) = psutil.Process(site.process("worker")).children()
+    process = flow_process(site)
     stopped = command("stop", "b", f"--root={root}")
     assert stopped.code == 0, stopped.err
     assert stopped.json["process"] == process.pid
@@ -62,8 +60,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_flow_run_goes_on(
     start, site: SiteHere, client, config, root, tmp_path: Path
 ):
     flow_run = begun_rollout(start, config, root, "c")
-    worker = psutil.Process(site.process("worker"))
-    (process,) = worker.children()
+    worker, process = psutil.Process(site.process("worker")), flow_process(site)
     worker.kill()
     worker.wait()
     assert up(site.folder, site.port)["started"] == ["worker"]
@@ -122,14 +119,10 @@ def test_down_and_up_let_a_run_go_on_and_a_missed_schedule_fires_once_for_each_t
 def staying(site: SiteHere) -> Iterator[None]:
     """`ratchet up --stay` beside the site, as under systemd; it ends the site, and is then started again."""
     options = [f"--folder={site.folder}", f"--port={site.port}", f"--deployments={SMALL}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flows", "up", "--stay", *options], cwd=PROJECT, stdout=subprocess.PIPE,
-        env={**environment, "PREFECT_WORKER_QUERY_SECONDS": "1"},
-    )  # fmt: skip
+    process = begin("up", "--stay", *options)
     try:
         assert process.stdout is not None
-        while not process.stdout.readline().startswith(b"started"):  # the last line before it stays
+        while not process.stdout.readline().startswith("started"):  # the last line before it stays
             assert process.poll() is None
         yield
         here = [psutil.Process(site.process(role)) for role in ("server", "worker")]
@@ -163,7 +156,7 @@ def test_what_is_killed_soon_after_a_restart_of_the_server_goes_on(
     with staying(site):
         flow_run = begun_rollout(start, config, root, "g")
         kill(site, "server")
-        (process,) = psutil.Process(site.process("worker")).children()
+        process = flow_process(site)
         if second == "worker":
             kill(site, "worker")
         else:
@@ -179,7 +172,7 @@ def test_a_flow_run_that_loses_its_lease_ends_as_cancelled_and_says_who_has_it(
     start, site: SiteHere, client, config, root, tmp_path: Path
 ):
     flow_run = begun_rollout(start, config, root, "d")
-    (process,) = psutil.Process(site.process("worker")).children()
+    process = flow_process(site)
     assert command("unlock", "d", "--force", f"--root={root}").code == 0
     (tmp_path / "slow-rollout").unlink()
     found = ended(site, client, flow_run)

@@ -60,7 +60,7 @@ def served(folder: Path, port: int) -> Iterator[Postgres]:
 
 
 @pytest.fixture(scope="module")
-def site(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
+def site(postgres: Postgres, python: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
     folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
     try:
         yield SiteHere(folder, port, up(folder, port, f"--database={postgres.url}")["api"])
@@ -118,7 +118,7 @@ def test_another_database_is_refused_while_the_site_runs(site: SiteHere):
     assert "`ratchet down` first" in done.err
 
 
-def test_a_database_with_a_password_is_refused(tmp_path: Path):
+def test_a_database_with_a_password_is_refused(python: None, tmp_path: Path):
     done = command("up", f"--folder={tmp_path / 'site'}", "--database=postgresql://a:geheim@host/name")
     assert done.code == 2
     assert "give it as env:NAME" in done.err

@@ -28,11 +28,18 @@ from tests.flows.site.conftest import (
     text_of,
     wait_for,
 )
+from tests.forked_python import forked_python, tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TINY = PROJECT / "tests" / "integration" / "tiny.toml"
 ITERATIONS = 1000  # more than the run completes before a person on a slow machine has found the button
 ENGINE, RANK = "rollout@2:mid-part:engine-0", "train@2:mid-part:trainer-0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_and_engines(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let those be forked too."""
+    forked_python(tmp_path_factory)
 
 
 def plan(site: SiteHere, *points: str) -> FaultFolder:
@@ -61,7 +68,7 @@ def watched(site: SiteHere) -> Iterator[set[tuple[int, float]]]:
 def computing(site: SiteHere) -> set[tuple[int, float]]:
     """Hosts that Ray has started; a child of one keeps its name until it executes another program."""
     found = set()
-    for process in psutil.Process(site.process("worker")).children(recursive=True):
+    for process in tree(psutil.Process(site.process("worker"))):
         try:
             parent = process.parent()
             if parent is not None and parent.name() == "raylet" and process.name().startswith("ray::Host"):
@@ -105,14 +112,14 @@ def test_a_run_whose_engine_and_rank_are_killed(
         page.get_by_role("dialog").get_by_role("button", name="Confirm").wait_for()
         photograph(page, pictures / "cancel-1-dialog.png")
         (process,) = psutil.Process(site.process("worker")).children()
-        tree = [process, *process.children(recursive=True)]
+        processes = tree(process)
         clicked = time.monotonic()
         page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
-        psutil.wait_procs(tree, timeout=120)
+        psutil.wait_procs(processes, timeout=120)
         (pictures / "cancel.txt").write_text(
             f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s"
         )
-    assert not [one for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert ended(site, client, flow_run, attempt=2).state.type is StateType.CANCELLED
     assert StateType.CRASHED not in {state.type for state in client.read_flow_run_states(flow_run.id)}
     page.get_by_text("Cancelled").first.wait_for()

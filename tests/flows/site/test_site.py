@@ -16,6 +16,7 @@ from storage.ownership.lease import hold
 from storage.revisions import read_revisions
 from tasks.stages.names import Stage
 from tests.flows.site.conftest import SiteHere, begun_rollout, command, ended, up
+from tests.forked_python import tree
 from tests.small.config import small_config
 from tests.small.driving import driver
 
@@ -38,8 +39,7 @@ def test_a_second_up_starts_nothing_and_keeps_what_a_person_changed(site: SiteHe
 def test_nothing_listens_beyond_the_loopback_interface(site: SiteHere):
     listening = {}
     for role in ("server", "worker"):
-        process = psutil.Process(site.process(role))
-        for one in [process, *process.children(recursive=True)]:
+        for one in tree(psutil.Process(site.process(role))):
             listening[role] = {
                 found.laddr for found in one.net_connections("inet") if found.status == psutil.CONN_LISTEN
             } | listening.get(role, set())
@@ -97,10 +97,10 @@ def test_a_finished_stage_is_done_again_once_however_often_it_is_retried(site, c
 def test_a_cancelled_flow_run_ends_with_its_processes_and_its_run_can_be_continued(start, site, client, config, root):
     flow_run = begun_rollout(start, config, root, "f")
     (process,) = psutil.Process(site.process("worker")).children()
-    tree = [process, *process.children(recursive=True)]
+    processes = tree(process)
     client.set_flow_run_state(flow_run.id, Cancelling())
     assert ended(site, client, flow_run).state.type is StateType.CANCELLED
-    assert not [one for one in tree if one.is_running()]
+    assert not [one for one in processes if one.is_running()]
     assert need(done_here(root, "f", 1), "f", 1, Stage.TRAIN)
 
 
@@ -134,7 +134,7 @@ def test_the_form_describes_every_field(client: SyncPrefectClient, deployment: s
     assert set(schema["required"]) == {"run", "root"}
 
 
-def test_down_ends_what_was_started_and_nothing_else(tmp_path: Path):
+def test_down_ends_what_was_started_and_nothing_else(python: None, tmp_path: Path):
     (tmp_path / "site").mkdir(mode=0o700)
     stranger = psutil.Process()
     earlier = {"role": "server", "process": stranger.pid, "started": stranger.create_time() - 60, "version": "x"}

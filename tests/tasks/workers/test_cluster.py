@@ -18,14 +18,25 @@ from storage.errors import InputError, RatchetError, WorkerLost
 from tasks.config.environment import Settings
 from tasks.workers.actors import WorkerGroup, fresh_names, spawn
 from tasks.workers.cluster import Cluster
+from tests.forked_python import tree
 
 LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
 
 
+def everything(processes):
+    """The processes, with those that are forked."""
+    return list({one for process in processes for one in tree(process)})
+
+
 def listening_addresses(processes):
-    pids = {os.getpid(), *(process.pid for process in processes)}
+    pids = {os.getpid(), *(process.pid for process in everything(processes))}
     sockets = psutil.net_connections("inet")
     return {each.laddr.ip.removeprefix("::ffff:") for each in sockets if each.pid in pids and each.status == "LISTEN"}
+
+
+def gone(processes):
+    """True if they have ended; one that is forked ends a moment after the one that stands for it."""
+    return not psutil.wait_procs(processes, timeout=20)[1]
 
 
 def start_actor():
@@ -42,13 +53,14 @@ def kill(cluster, name):
 
 
 @pytest.fixture
-def started():
+def started(forked):
     with Cluster(LOCAL) as cluster:
         cluster.start()
         yield cluster
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
     with Cluster(LOCAL) as cluster:
         cluster.start()
@@ -56,12 +68,15 @@ def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
         processes = cluster.processes()
         assert len(processes) > 4
         assert all(process.is_running() for process in processes)
+        forked = everything(processes)
         assert listening_addresses(processes) == {"127.0.0.1"}
     assert not psutil.wait_procs(processes, timeout=0)[1]
+    assert gone(forked)
     assert not ray.is_initialized()
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_handler_of_sigterm_is_kept_and_else_that_of_ray_lets_the_process_clean_up(mine):
     def told(number, frame):
@@ -123,10 +138,12 @@ def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
 def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
     started.check_alive()
     before = started.processes()
+    forked = everything(before)
     kill(started, victim)
     with pytest.raises(WorkerLost, match=victim):
         started.check_alive()
     assert not psutil.wait_procs(before, timeout=0)[1]
+    assert gone(forked)
     started.check_alive()  # nothing is started, so nothing is reported
     started.start()
     start_actor()

@@ -25,7 +25,7 @@ from tasks.workers.sampling import Batch, sample
 from tests.ray_nodes import ray_nodes
 from tests.tasks.engine_process import weights_of
 from tests.tasks.engine_update import update
-from tests.tasks.workers.test_cluster import listening_addresses
+from tests.tasks.workers.test_cluster import gone, listening_addresses
 from trainer_core.protocol import TrainerProtocol
 from trainer_core.weights.digest import tensor_digest
 
@@ -71,6 +71,7 @@ def kill(group):
 
 
 @pytest.mark.full  # daily: tests/integration/test_faults.py
+@pytest.mark.usefixtures("forked")
 def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_path):
     config = config_of(model, pipeline=2)
     with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
@@ -109,10 +110,7 @@ def test_weights_pass_from_ranks_to_engine_and_the_dead_are_replaced(model, tmp_
     assert not psutil.wait_procs(processes, timeout=0)[1]
 
 
-def gone(processes):
-    return not psutil.wait_procs(processes, timeout=20)[1]
-
-
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("tensor", "victim"),
     [pytest.param(1, "VLLM::EngineCore", marks=pytest.mark.full), pytest.param(2, None, marks=pytest.mark.slow)],
@@ -207,6 +205,7 @@ with suppress(Unfinished), Fleet("run", config, Cluster(Settings.from_environmen
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path):
     def later(config, *arguments):
         command = [sys.executable, "-c", LATER_PROCESS, config.model_dump_json(), model, *arguments]

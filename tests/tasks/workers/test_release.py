@@ -32,8 +32,8 @@ with Fleet("run", small_config(), cluster):
 """
 
 
-@pytest.fixture(scope="module")
-def cluster():
+@pytest.fixture
+def cluster(forked):
     """A Ray that another process attaches to as to a cluster."""
     with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as started:
         started.start()
