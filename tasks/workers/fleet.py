@@ -26,7 +26,7 @@ from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
 from tasks.workers.folders import Folders
-from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, this_node
+from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
 from tasks.workers.meeting import forget
 from tasks.workers.placement import Placement, bundles, engines_on_a_card, placement, taken, transport
 from tasks.workers.ranks import RankActors, rank_labels, start_trainers
@@ -196,8 +196,10 @@ class Fleet:
         wanted = bundles(self._config, self.device)
         if role not in wanted:  # engines that share the ranks' cards
             role = "trainers"
-        strategy = "PACK" if role == "trainers" else "SPREAD"
-        self._seats[role] = reserve(self._run, role, wanted[role], strategy, role in self._seats)
+        if self._seats:
+            self._seats[role] = reserve(self._run, role, wanted[role], again=True)
+        else:
+            self._seats = reserve_all(self._run, wanted)
         hosts = {node for seats in self._seats.values() for node in seats.nodes}
         tensor, ranks = self._config.train.parallel.tensor, self._seats.get("trainers")
         of_ranks = () if ranks is None else tuple(node for node in ranks.nodes for _ in range(tensor))

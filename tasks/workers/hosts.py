@@ -37,6 +37,8 @@ _AGAIN_S = 90.0  # the same after a loss: Ray takes up to half a minute to give 
 _ANSWER_S = 60.0  # the first process of a host imports for some seconds
 _FILES_S = 3600.0
 
+_STRATEGY = {"trainers": "PACK", "engines": "SPREAD"}
+
 Bundles = Sequence[Mapping[str, float]]
 
 
@@ -53,13 +55,22 @@ class Seats:
         return {"scheduling_strategy": place} | {f"num_{one.lower()}s": amount for one, amount in resources.items()}
 
 
-def reserve(run: str, role: str, bundles: Bundles, strategy: str, again: bool = False) -> Seats:
+def reserve_all(run: str, roles: Mapping[str, Bundles]) -> dict[str, Seats]:
+    """`reserve` of all roles of a run that begins here, or of none: a run that is refused keeps nothing."""
+    try:
+        return {role: reserve(run, role, bundles) for role, bundles in roles.items()}
+    except InputError:
+        give_up(run)
+        raise
+
+
+def reserve(run: str, role: str, bundles: Bundles, again: bool = False) -> Seats:
     """Have Ray keep bundles for a role, as for an earlier process of the run, on hosts that answer. After a loss,
     `again`, another host may be joining. Raises InputError: there is no room, or a host has another version of the
     code; WorkerLost: there is no room any more, or a host does not answer."""
     deadline = time.monotonic() + (_AGAIN_S if again else _FIT_S)
     group = _kept(f"{run}/{role}", bundles)
-    group = group or placement_group([dict(one) for one in bundles], strategy, f"{run}/{role}", "detached")
+    group = group or placement_group([dict(one) for one in bundles], _STRATEGY[role], f"{run}/{role}", "detached")
     while True:
         silent: WorkerLost | None = None
         if group.wait(max(1.0, min(_FIT_S, deadline - time.monotonic()))):

@@ -80,6 +80,8 @@ def bundles(config: RunConfig, device: Device) -> dict[str, list[dict[str, float
     resource, parallel, section = "CPU" if device == "cpu" else "GPU", config.train.parallel, config.engine
     groups = parallel.world_size // parallel.tensor
     found = {"trainers": [{resource: float(parallel.tensor)}] * groups}
+    if config.retrain is not None:
+        return found
     if device == "cpu" or section.cards == "own":
         return found | {"engines": [{resource: float(section.tensor)}] * section.count}
     if section.tensor > 1:

@@ -14,7 +14,7 @@ from storage.manifest import Manifest
 from storage.parts import PartWriter
 from tasks.workers import meeting
 from tasks.workers.cluster import LOOPBACK
-from tasks.workers.hosts import HostFolders, give_up, on_each, reserve, this_node
+from tasks.workers.hosts import HostFolders, give_up, on_each, reserve, reserve_all, this_node
 from tasks.workers.kept_by_ray import RayStore
 from tests.ray_nodes import ray_nodes
 from trainer_core.protocol import SavedFiles
@@ -38,23 +38,30 @@ def manifest_of(parts):
 
 
 def test_a_role_is_packed_or_spread_and_two_runs_never_share_what_ray_keeps(nodes):
-    assert len(set(reserve("one", "trainers", PAIR, "PACK").nodes)) == 1
-    spread = reserve("one", "engines", PAIR, "SPREAD")
+    assert len(set(reserve("one", "trainers", PAIR).nodes)) == 1
+    spread = reserve("one", "engines", PAIR)
     assert set(spread.nodes) <= set(nodes)
-    assert reserve("one", "engines", PAIR, "SPREAD").group.id == spread.group.id  # a later process of the run
+    assert reserve("one", "engines", PAIR).group.id == spread.group.id  # a later process of the run
     began = time.monotonic()
     with pytest.raises(InputError, match=r"trainers of run two: 2 CPU are needed, 1 CPU together .* 0 of 4 CPU free"):
-        reserve("two", "trainers", PAIR, "PACK")
+        reserve("two", "trainers", PAIR)
     assert time.monotonic() - began < 60
     give_up("one")
-    assert set(reserve("two", "engines", [{"CPU": 2.0}] * 2, "SPREAD").nodes) == set(nodes)
+    assert set(reserve("two", "engines", [{"CPU": 2.0}] * 2).nodes) == set(nodes)
     give_up("two")
+
+
+def test_a_run_that_is_refused_keeps_nothing(nodes):
+    with pytest.raises(InputError, match=r"engines of run large: 9 CPU are needed, .* 2 of 4 CPU free"):
+        reserve_all("large", {"trainers": PAIR, "engines": [{"CPU": 1.0}] * 9})
+    assert set(reserve_all("one", {"trainers": PAIR, "engines": PAIR})) == {"trainers", "engines"}
+    give_up("one")
 
 
 def test_what_must_be_on_one_host_and_is_not_there_is_refused_also_after_a_loss(nodes, monkeypatch):
     monkeypatch.setattr("tasks.workers.hosts._AGAIN_S", 2)
     with pytest.raises(WorkerLost, match=r"3 CPU are needed, 3 CPU together on one host, .* 4 of 4 CPU free on 3"):
-        reserve("run", "trainers", [{"CPU": 3.0}], "PACK", again=True)
+        reserve("run", "trainers", [{"CPU": 3.0}], again=True)
 
 
 def test_each_host_fetches_and_stores_its_own_files(nodes, tmp_path):
