@@ -24,7 +24,7 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 myst_heading_anchors = 3
-_FIRST = ("tutorial", "prompts", "rewards", "environments", "view")
+_FIRST = ("tutorial", "recipes", "prompts", "rewards", "environments", "view")
 _LAST = ("infra/examples/*/README", "infra/bench/*", "CONTRIBUTING", "AGENTS", "CHANGELOG")
 _CONTENTS = """
 ```{{toctree}}

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.backends.root import open_root
-from tasks.checks import check_config
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.config.document import load_config
 from tasks.config.reward import RewardSection
 from tasks.environments.calculator import Calculator
 from tasks.environments.calls import by_tags, recorded
@@ -51,12 +48,9 @@ def test_the_reward_has_named_parts():
 
 
 @pytest.mark.slow
-def test_what_the_tools_example_makes_passes_the_checks_and_its_calls_have_the_results_of_the_calculator(
-    tmp_path: Path,
-):
+def test_the_calls_that_the_tools_example_shows_have_the_results_of_the_calculator(tmp_path: Path):
     make = [sys.executable, "-m", "infra.examples.tools.make", str(tmp_path)]
     subprocess.run(make, check=True, cwd=PROJECT_ROOT, capture_output=True)
-    check_config(load_config(str(tmp_path / "tools.toml")), open_root(str(tmp_path / "runs")))
     solved = [json.loads(line)["messages"] for line in (tmp_path / "solved.jsonl").read_text().splitlines()]
     after_calls = [messages for messages in solved if len(messages) == 4]
     assert len(after_calls) == len(solved) / 2
