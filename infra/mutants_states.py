@@ -71,8 +71,16 @@ STATES = (
         "optimizer-files-may-be-lost",
         "a state is read as whole without the files of its optimizer",
         "trainer_core/state/saved.py",
-        "tensor_files(rank)[: 1 if weights_alone else None]",
-        "tensor_files(rank)[:1]",
+        "range(1 if weights_alone else 2)",
+        "range(1)",
+        ("tests/trainer_core/state/test_files.py",),
+    ),
+    Mutant(
+        "further-files-may-be-lost",
+        "of a state in several files only the first is read",
+        "trainer_core/state/saved.py",
+        "                    count = self._add(tensor_files(rank, number)[kind])\n",
+        "                    self._add(tensor_files(rank, number)[kind])\n",
         ("tests/trainer_core/state/test_files.py",),
     ),
     Mutant(

@@ -20,7 +20,7 @@ from storage.meter import measured
 from storage.parallel import each
 from storage.schema import check, stored_schema
 
-_PARALLEL = 4
+_PARALLEL = 8
 _MUCH = 1 << 26  # bytes
 _BATCH_ROWS = 1024  # rows of a record batch: 64 groups of 16 samples, 10 MB at 1,000 tokens each
 

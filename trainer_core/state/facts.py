@@ -17,6 +17,7 @@ EFFECTIVE_FILE = "effective.json"  # effective settings of the parts that made a
 CRITIC = "critic"  # folder in that of a state with the state of a critic
 _GENERATORS = "generators-"
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's tensors, and of the files that hold only those
+FILES = "files"  # key of the number of files of its kind and rank, in the same place
 SHAPES = "shapes"  # key of the shapes of whole tensors, as JSON, in the metadata of a safetensors file of a state
 STATE_SCHEME = 1  # version of the rules by which a state gets its identity from what it holds
 
@@ -103,9 +104,10 @@ def read_facts(directory: Path) -> StateFacts:
         raise StorageError(f"no readable train state at {directory}: {error}; load it again from the store") from error
 
 
-def tensor_files(rank: int) -> tuple[str, str]:
-    """Names of the files of a rank: that of weights, and that of the optimizer."""
-    return f"weights.{rank}.safetensors", f"{OPTIMIZER_PREFIX}{rank}.safetensors"
+def tensor_files(rank: int, number: int = 0) -> tuple[str, str]:
+    """Names of a rank's files with a number: that of weights, and that of the optimizer."""
+    which = f"{rank}-{number}" if number else str(rank)
+    return f"weights.{which}.safetensors", f"{OPTIMIZER_PREFIX}{which}.safetensors"
 
 
 def generators_file(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The files of a state: one of weights and one of the optimizer for each rank, in safetensors format, filled in place.
+"""The files of a state: those of weights and of the optimizer for each rank, in safetensors format, filled in place.
 
 A rank writes the boxes of whole tensors that it owns. Its files are laid out once and mapped into memory, so that a
 save copies each element once, from the device to its place in the file. For a GPU the memory is page-locked where that
@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 
 from storage.errors import RatchetError, StorageUnavailable, WorkerLost
 from trainer_core.platform.pinning import Pinning
-from trainer_core.state.facts import OPTIMIZER_PREFIX, SHAPES, tensor_files
+from trainer_core.state.facts import FILES, OPTIMIZER_PREFIX, SHAPES, tensor_files
 from trainer_core.state.saved import Box, Region, Shard, entry_key
 
 _TYPES = {
@@ -26,6 +26,8 @@ _TYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _ALIGNED = 64  # bytes; a header is padded to a multiple of it
+
+_FILE_BYTES = 1 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +47,20 @@ class _Entry:
 class MappedFiles:
     """The files of one rank in a folder."""
 
-    def __init__(self, directory: Path, rank: int, shards: Iterable[Shard], pinning: Pinning | None) -> None:
-        """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are.
-        Raises StorageUnavailable if there is no room for them. Raises WorkerLost as `Pinning.pin`."""
-        self.directory, self.names = directory, tensor_files(rank)
-        self._entries = [
-            _Entry(shard.box, values.dtype, region, self.names[shard.box.name.startswith(OPTIMIZER_PREFIX)])
-            for shard in shards
-            for region, values in shard.regions()
-        ]
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        shards: Iterable[Shard],
+        pinning: Pinning | None,
+        file_bytes: int = _FILE_BYTES,
+    ) -> None:
+        """Lay the files out for the given shards; `fill` is called with the same ones, whatever their values are. A
+        file that has reached `file_bytes` is followed by another, and the store takes several at a time. Raises
+        StorageUnavailable if there is no room for them. Raises WorkerLost as `Pinning.pin`."""
+        self.directory = directory
+        self._entries = list(_entries(rank, shards, file_bytes))
+        self.names = list(dict.fromkeys([*tensor_files(rank), *(entry.file for entry in self._entries)]))
         self._pinning = pinning
         self._pinned: dict[str, torch.Tensor] = {}
         places: dict[_Entry, torch.Tensor] = {}
@@ -85,7 +92,9 @@ class MappedFiles:
 
     def _laid_out(self, name: str, entries: list[_Entry]) -> dict[_Entry, torch.Tensor]:
         """Write the header of a file and map it; the elements of each entry, one-dimensional."""
-        header, bounds = _header(entries)
+        optimizer = name.startswith(OPTIMIZER_PREFIX)
+        count = sum(one.startswith(OPTIMIZER_PREFIX) == optimizer for one in self.names)
+        header, bounds = _header(entries, count)
         path, size = self.directory / name, len(header) + max((end for _, end in bounds.values()), default=0)
         try:
             _reserve(path, size)
@@ -99,13 +108,24 @@ class MappedFiles:
         return {entry: elements[slice(*bounds[entry.key])].view(entry.dtype) for entry in entries}
 
 
+def _entries(rank: int, shards: Iterable[Shard], file_bytes: int) -> Iterator[_Entry]:
+    numbers, sizes = [0, 0], [0, 0]  # of the last file of weights, and of the optimizer
+    for shard in shards:
+        kind = shard.box.name.startswith(OPTIMIZER_PREFIX)
+        for region, values in shard.regions():
+            if sizes[kind] >= file_bytes:
+                numbers[kind], sizes[kind] = numbers[kind] + 1, 0
+            sizes[kind] += values.nbytes
+            yield _Entry(shard.box, values.dtype, region, tensor_files(rank, numbers[kind])[kind])
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file: its predecessor may have become a part of a store, under another name."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
 
-def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def _header(entries: list[_Entry], files: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """A safetensors header with its length, and the bounds of each entry's bytes behind it, by key. The format allows
     no gaps, so the widest elements come first: then all are aligned."""
     tensors, bounds, end = {}, {}, 0
@@ -116,7 +136,7 @@ def _header(entries: list[_Entry]) -> tuple[bytes, dict[str, tuple[int, int]]]:
             "dtype": _TYPES[entry.dtype], "shape": entry.region.shape, "data_offsets": bounds[entry.key],
         }  # fmt: skip
     shapes = json.dumps({entry.box.name: entry.box.content for entry in entries})
-    text = json.dumps({"__metadata__": {SHAPES: shapes}, **tensors}).encode()
+    text = json.dumps({"__metadata__": {SHAPES: shapes, FILES: str(files)}, **tensors}).encode()
     padding = -(len(text) + 8) % _ALIGNED
     return struct.pack("<Q", len(text) + padding) + text + b" " * padding, bounds
 

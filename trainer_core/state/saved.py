@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from storage.errors import StorageError
-from trainer_core.state.facts import SHAPES, StateFacts, read_facts, tensor_files
+from trainer_core.state.facts import FILES, SHAPES, StateFacts, read_facts, tensor_files
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _Bounds = tuple[tuple[int, ...], tuple[int, ...]]  # start and shape
@@ -157,12 +157,11 @@ class SavedState:
         self.facts: StateFacts = read_facts(folder)
         self.tensors: dict[str, SavedTensor] = {}
         for rank in range(self.facts.parallel.world_size):
-            for name in tensor_files(rank)[: 1 if weights_alone else None]:
-                try:
-                    self._add(folder / name)
-                except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
-                    fact = f"no readable train state at {folder}: {name}: {error}"
-                    raise StorageError(f"{fact}; load it again from the store") from error
+            for kind in range(1 if weights_alone else 2):
+                number, count = 0, 1
+                while number < count:
+                    count = self._add(tensor_files(rank, number)[kind])
+                    number += 1
 
     def chunks(self, name: str) -> list[Region]:
         """The boxes in which a tensor is stored, in the order of their indices."""
@@ -187,8 +186,15 @@ class SavedState:
             raise StorageError(f"{fact}, which has the shape {tensor.size}: it is of another model, or not whole")
         return found
 
-    def _add(self, path: Path) -> None:
-        file: Any = safe_open(path, framework="pt")
+    def _add(self, name: str) -> int:
+        """Add the boxes of a file; returns how many files of its kind the rank has."""
+        try:
+            return self._boxes_of(safe_open(self.folder / name, framework="pt"))
+        except (SafetensorError, OSError, ValueError, LookupError, TypeError) as error:
+            fact = f"no readable train state at {self.folder}: {name}: {error}"
+            raise StorageError(f"{fact}; load it again from the store") from error
+
+    def _boxes_of(self, file: Any) -> int:
         shapes = json.loads(file.metadata()[SHAPES])
         for key in file.keys():  # noqa: SIM118 - no dictionary
             name, _, start = key.rpartition("@")
@@ -199,6 +205,7 @@ class SavedState:
                 fact = f"{key} is {values.dtype} {box.shape} of {shapes[name]}"
                 raise ValueError(f"{fact}, which is no box of the {tensor.dtype} {tensor.size} of the other files")
             tensor.boxes[box] = file
+        return int(file.metadata()[FILES])
 
 
 def entry_key(name: str, box: Region) -> str:

@@ -38,6 +38,12 @@ class Worker(VllmWorker):
             assert self.device is not None
             vars(self)["model_runner"] = Runner(self.vllm_config, self.device)  # its annotation is the first one
 
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model from its folder, which has another path at each start. What vLLM compiled for it is found by
+        everything that decides it, and that path: so the model has the same one from here on."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        self.model_config.model = "model"
+
 
 class Sampled(AsyncModelRunnerOutput):
     """Samples of a step, in transfer from the card."""

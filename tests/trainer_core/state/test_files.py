@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from storage.errors import RatchetError, StorageError, StorageUnavailable, WorkerLost
 from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.platform.pinning import Pinning, pinning_of
-from trainer_core.state.facts import FACTS_FILE, SHAPES, StateFacts
+from trainer_core.state.facts import FACTS_FILE, FILES, SHAPES, StateFacts
 from trainer_core.state.files import MappedFiles
 from trainer_core.state.saved import Box, Region, SavedState, Shard
 
@@ -45,11 +45,14 @@ def shards(rank, seed):
             yield Shard(box, cut[rank], whole.reshape(-1)[cut[rank] : cut[rank + 1]])
 
 
+def laid_out(folder, **sizes):
+    (folder / FACTS_FILE).write_text(FACTS.model_dump_json())
+    return [MappedFiles(folder, rank, shards(rank, seed=0), None, **sizes) for rank in range(2)]
+
+
 @pytest.fixture
 def files(tmp_path):
-    found = [MappedFiles(tmp_path, rank, shards(rank, seed=0), None) for rank in range(2)]
-    (tmp_path / FACTS_FILE).write_text(FACTS.model_dump_json())
-    return found
+    return laid_out(tmp_path)
 
 
 def read_plainly(folder):
@@ -67,7 +70,9 @@ def read_plainly(folder):
     return found
 
 
-def test_what_was_filled_in_last_is_read_plainly_and_by_us(files, tmp_path):
+@pytest.mark.parametrize("sizes", [{}, {"file_bytes": 16}])
+def test_what_was_filled_in_last_is_read_plainly_and_by_us(tmp_path, sizes):
+    files = laid_out(tmp_path, **sizes)
     for seed in (1, 2):
         for rank, one in enumerate(files):
             one.fill(list(shards(rank, seed)))
@@ -160,7 +165,7 @@ def test_a_tensor_of_another_model_is_refused(files, tmp_path, name, region):
 
 def test_an_entry_that_no_file_has_is_missed(files, tmp_path):
     rest = {key: value for key, value in load_file(tmp_path / "weights.1.safetensors").items() if "matrix" not in key}
-    save_file(rest, tmp_path / "weights.1.safetensors", {SHAPES: json.dumps({"scale": [], "odd": [7]})})
+    save_file(rest, tmp_path / "weights.1.safetensors", {SHAPES: json.dumps({"scale": [], "odd": [7]}), FILES: "1"})
     with pytest.raises(StorageError, match="or not whole"):
         SavedState(tmp_path).read("matrix", Region((0, 0), (5, 7)))
 
@@ -189,7 +194,7 @@ def cut(path, _):
 
 def saved_as(tensors, shapes):
     def write(path, _):
-        save_file(tensors, path, None if shapes is None else {SHAPES: shapes})
+        save_file(tensors, path, None if shapes is None else {SHAPES: shapes, FILES: "1"})
 
     return write
 
@@ -221,6 +226,17 @@ def test_a_file_that_is_none_of_a_state_is_refused_and_nothing_in_it_runs(files,
     with pytest.raises(StorageError, match=f"no readable train state at {tmp_path}: weights.1.safetensors: "):
         SavedState(tmp_path)
     assert not (tmp_path / "mark").exists()
+
+
+def test_large_states_are_in_several_files_each_of_which_is_missed(tmp_path):
+    names = laid_out(tmp_path, file_bytes=16)[0].names
+    assert {"weights.0.safetensors", "weights.0-1.safetensors", "optimizer.0-1.safetensors"} < set(names)
+    for name in names:
+        kept = (tmp_path / name).rename(tmp_path / "kept")
+        with pytest.raises(StorageError, match=rf"no readable train state at .*: {name}: "):
+            SavedState(tmp_path)
+        kept.rename(tmp_path / name)
+    assert SavedState(tmp_path).tensors.keys() == tensors(0).keys()
 
 
 def test_weights_are_read_without_the_files_of_the_optimizer(files, tmp_path):
