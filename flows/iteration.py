@@ -31,6 +31,8 @@ class Position:
     served: Served
     rollouts: tuple[Rollouts, ...] = ()
     """That of the iteration, if it is not 0, and those of the next ones that were sampled ahead."""
+    rewards: tuple[Rewards, ...] = ()
+    """Of those that were sampled ahead."""
 
 
 def begin(run: RunContext) -> Position:
@@ -45,30 +47,35 @@ def begin(run: RunContext) -> Position:
 
 def iterate(run: RunContext, iteration: int, before: Position) -> Position:
     """One RL iteration, from served weights to the next served weights. Rollouts of the next `rollout.ahead` iterations
-    are sampled beside its training: the engines get its weights once training and rollouts are done."""
+    are sampled and scored beside its training: the engines get its weights once both are done."""
     prepared, ahead, last = before.prepared, run.config.rollout.ahead, run.config.run.iterations
     # rollouts that need older weights than those served last come first; only a start finds that they are missing
     due = _sampled(run, before, min(last, iteration + max(ahead - 1, 0)) if iteration > 1 else 1)
     rollouts = next(one for one in due.rollouts if one.manifest.iteration == iteration)
-    rewards = reward(run, iteration, prepared, rollouts) if run.config.train.policy.needs_rewards else None
+    rewards = next((one for one in due.rewards if one.manifest.iteration == iteration), None)
+    if rewards is None and run.config.train.policy.needs_rewards:
+        rewards = reward(run, iteration, prepared, rollouts)
     with _sampling(run, due, min(last, iteration + ahead)) as beside:
         trained = train(run, iteration, prepared, rollouts, rewards, before.trained)
     served = weight_sync(run, iteration, prepared, trained)
     if _evaluation_due(run, iteration):
         evaluate(run, iteration, prepared, served)
-    later = tuple(one for one in beside().rollouts if one.manifest.iteration >= iteration)
-    return Position(prepared, trained, served, later)
+    later = beside()
+    kept = tuple(one for one in later.rollouts if one.manifest.iteration >= iteration)
+    return Position(prepared, trained, served, kept, later.rewards)
 
 
 def _sampled(run: RunContext, before: Position, last: int) -> Position:
-    """The position with the rollouts up to that of iteration `last`."""
-    rollouts = before.rollouts
+    """The position with the rollouts up to that of iteration `last`, which are scored too beside a training."""
+    rollouts, rewards = before.rollouts, before.rewards[-run.config.rollout.ahead :]
     for iteration in range(rollouts[-1].manifest.iteration + 1 if rollouts else 1, last + 1):
         version, drawn = sampled_by(run, iteration), rollouts[-1] if rollouts else before.prepared
         now = before.served.weight_version == version
         served = before.served if now else Served(run.need(version, Stage.WEIGHT_SYNC))
         rollouts = (*rollouts, rollout(run, iteration, before.prepared, served, drawn))
-    return replace(before, rollouts=rollouts)
+        if run.beside and run.config.train.policy.needs_rewards:
+            rewards = (*rewards, reward(run, iteration, before.prepared, rollouts[-1]))
+    return replace(before, rollouts=rollouts, rewards=rewards)
 
 
 @contextmanager

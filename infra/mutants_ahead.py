@@ -26,6 +26,14 @@ AHEAD = (
         (*_KILLS, *_LOOP),
     ),
     Mutant(
+        "rewards-ahead-scored-twice",
+        "the scores of a rollout ahead are forgotten, and made again when its iteration begins",
+        "flows/iteration.py",
+        "kept, later.rewards)",
+        "kept, ())",
+        _LOOP,
+    ),
+    Mutant(
         "ahead-has-no-effect",
         "rollouts are sampled by the newest weights, one after the other",
         "flows/iteration.py",

@@ -185,7 +185,7 @@ def check_saving(config: RunConfig, device: Device) -> None:
         return
     given = f"storage.save_every = {every} makes states again from stored samples"
     if device == "cuda" and not config.device.deterministic:
-        raise InputError(f"{given}, by kernels that must repeat them: set device.deterministic = true, or it to 1")
+        raise InputError(f"{given}, by kernels that must repeat them: set device.deterministic = 'trainer', or it to 1")
     if config.train.policy.distill is not None:
         raise InputError(f"{given}, but a teacher's scores (train.policy.distill) are stored with states: set it to 1")
 

@@ -228,8 +228,9 @@ class DeviceSection(Section):
 
     kind: Device | Literal["auto"] = "auto"
     """auto uses CUDA if a device is visible."""
-    deterministic: bool = False
-    """On CUDA, use kernels whose results do not depend on timing; slower. On CPU everything is deterministic anyway."""
+    deterministic: bool | Literal["trainer"] = False
+    """On CUDA, use kernels whose results do not depend on timing; slower. `trainer` leaves the engines at full speed,
+    and suffices to make states again (`storage.save_every`). On CPU everything is deterministic anyway."""
 
 
 class RunConfig(Section):

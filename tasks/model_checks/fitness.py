@@ -51,7 +51,7 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
         architectures.check_export(facts, "train.lora", where)
         check_targets(config.train.lora, facts, experts_of(facts))
     if device == "cuda" and not te_absent.is_absent():
-        check_context(config.train, True, config.device.deterministic)
+        check_context(config.train, True, bool(config.device.deterministic))
         if config.train.parallel.context > 1:
             architectures.check_full_attention(facts, where)
     heads, parts = facts["num_attention_heads"], config.engine.tensor

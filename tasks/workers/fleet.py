@@ -224,8 +224,8 @@ class Fleet:
 
     def engine_spec(self, model_dir: Path) -> EngineSpec:
         """Arguments that the engines are started with; raises as `device`."""
-        section, deterministic = self._config.engine, self._config.device.deterministic
-        fast = self.device == "cuda" and not deterministic
+        section = self._config.engine
+        fast = self.device == "cuda" and self._config.device.deterministic is not True
         sharing = engines_on_a_card(section, self._cards) if self.device == "cuda" else 1
         return EngineSpec.model_validate(
             {
@@ -272,7 +272,7 @@ class Fleet:
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:
         self._reserve("trainers")
         role = f"{self._run}/trainers"
-        deterministic = self._config.device.deterministic
+        deterministic = bool(self._config.device.deterministic)
         prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
         found = self._found(role, prefix, rank_labels(config.parallel.world_size))
         if found is None:

@@ -155,7 +155,7 @@ def test_a_fork_and_an_export_need_a_state_that_is_stored(root, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "device", "fact"),
     [
-        (["storage.save_every=2"], "cuda", "set device.deterministic = true"),
+        (["storage.save_every=2"], "cuda", "set device.deterministic = 'trainer'"),
         (["storage.save_every=2", "train.policy.distill.teacher=t"], "cpu", "train.policy.distill"),
     ],
 )

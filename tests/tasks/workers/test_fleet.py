@@ -161,6 +161,7 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
             {"device": {"deterministic": True}},
             {"enforce_eager": True, "async_scheduling": False, "own_core": False, "together": True},
         ),
+        ({"device": {"deterministic": "trainer"}}, {"enforce_eager": False, "own_core": True, "together": False}),
         (
             {"engine": {"cuda_graphs": False, "async_scheduling": False, "own_process": False}},
             {"enforce_eager": True, "async_scheduling": False, "own_core": False, "together": False},
