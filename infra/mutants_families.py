@@ -13,7 +13,7 @@ FAMILIES = (
         "kernels-checked-by-ranks-alone",
         "that no kernel can divide the sequences is found when ranks build the model",
         "tasks/model_checks/fitness.py",
-        "        check_context(config.train, True, config.device.deterministic)\n",
+        "        check_context(config.train, True, bool(config.device.deterministic))\n",
         "",
         ("tests/tasks/test_checks.py",),
     ),
