@@ -10,6 +10,7 @@ from storage.kill_points import Point
 from storage.manifest import need
 from storage.upkeep.verify import verify
 from tasks.config.stored import check_fixed, forked_config
+from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
 from tests.small.config import small_config
@@ -95,3 +96,13 @@ def test_a_fork_keeps_its_critic_with_other_settings(whole: Root, tmp_path: Path
         check_fixed(small_config(CRITIC), small_config(), RUN, "what begins with it")
     critic = forked_config(whole, RUN, "child", ["train.critic.learning_rate=1e-4"]).train.critic
     assert critic is not None and critic.learning_rate == 1e-4
+
+
+@pytest.mark.slow
+def test_stored_samples_train_a_critic_too(whole: Root, tmp_path: Path):
+    config = retrain_config(whole, "again", {"start": f"{RUN}@1", "select": [RUN], "samples": 8}, None, [])
+    begin_retraining(whole, "again", config)
+    driver(whole, config, tmp_path / "scratch", run="again").drive()
+    before, after = (Trained(need(whole, "again", number, Stage.TRAIN)).identity.critic for number in (0, 1))
+    assert before == states(whole)[1].identity.critic
+    assert after not in (None, before)
