@@ -95,6 +95,26 @@ def rollout(
 
 
 @app.command
+def agents(
+    *,
+    case: Annotated[CaseName | None, Parameter(help="Model; by default the one for the device.")] = None,
+    pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 3,
+    sessions: Annotated[int, Parameter(help="Conversations, all at a time.")] = 256,
+    turns: Annotated[int, Parameter(help="Answers of each.")] = 4,
+    tokens: Annotated[int | None, Parameter(help="Tokens of an answer; by default 128 of tiny, else 256.")] = None,
+    wait: Annotated[float, Parameter(help="Seconds of the tool after each answer.")] = 0.05,
+    json: Json = False,
+) -> int:
+    """Measure conversations through the endpoint against bare vLLM that is given their recorded turns."""
+    from infra.bench.agents import bench_agents  # imports Ray
+
+    with Output(json=json) as output:
+        found = bench_agents(case, pairs, sessions, turns, tokens, wait)
+        output.result(found, _lines(found))
+    return 0
+
+
+@app.command
 def sync(
     *,
     case: Annotated[SyncCaseName | None, Parameter(help="Model and layout; by default the one for the device.")] = None,

@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 from pydantic import BaseModel
 
-from infra.bench.bare_engine import ANSWER, Requests, Took, processor_seconds
+from infra.bench.bare_engine import ANSWER, Requests, Sessions, Took, processor_seconds
 from infra.bench.cases import CASES, Case, CaseName
 from infra.bench.memory_limit import bandwidth, bytes_read
 from storage import layout
@@ -146,7 +146,9 @@ def bench_rollout(
         config = _config(folder, name, case, count, apart=len(settings.gpus) > 1)
         with (
             Fleet("bench", config, Cluster(settings)) as fleet,
-            _bare(fleet.engine_spec(Path(folder)), settings) as bare,  # starts beside ours: each compiles for a minute
+            bare_engine(
+                fleet.engine_spec(Path(folder)), settings
+            ) as bare,  # starts beside ours: each compiles for a minute
         ):
             (engine,) = fleet.engines(Path(folder))
             sides = (_ours(engine, device), bare, lambda requests: bare(requests.model_copy(update={"plain": True})))
@@ -274,8 +276,8 @@ def _ours(engine: EngineHandle, device: Device, growing: Callable[[int], Growing
 
 
 @contextmanager
-def _bare(spec: EngineSpec, settings: Settings) -> Iterator[Side]:
-    """LLM.generate in a process of its own, on the last card."""
+def bare_engine(spec: EngineSpec, settings: Settings) -> Iterator[Callable[[Requests | Sessions], Took]]:
+    """vLLM's `LLM` in a process of its own, on the last card."""
     environment = {**child_python_path(), **engine_environment(spec.device, settings.gpus[-1:], local=True)}
     if spec.device == "cuda":  # as vLLM comes
         del environment["VLLM_USE_V2_MODEL_RUNNER"], environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
@@ -287,7 +289,7 @@ def _bare(spec: EngineSpec, settings: Settings) -> Iterator[Side]:
     assert stdin is not None
     assert stdout is not None
 
-    def run(requests: Requests) -> Took:
+    def run(requests: Requests | Sessions) -> Took:
         stdin.write(f"{requests.model_dump_json()}\n")
         stdin.flush()
         for line in stdout:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 
 from storage.errors import InputError, WorkerLost
-from tasks.engine.protocol import Collected, Finished, Sampling, TokenIds
+from tasks.engine.protocol import Collected, EngineProtocol, Finished, Sampling, TokenIds
 from tasks.environments.trajectory import Answer
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import check_version
@@ -108,8 +108,7 @@ class EngineSampler(Sampler):
         try:
             lane.engine.drop()  # what an earlier caller, or an attempt that failed, has left
             while (new := self._next(lane)) is not None:
-                for request in new:
-                    self._enqueue(lane, request)
+                self._enqueue(lane, new)
                 self._resolve(lane, lane.engine.collect(_WAIT_S))
         except BaseException as error:
             self._lose(lane, error)
@@ -122,13 +121,19 @@ class EngineSampler(Sampler):
             new, lane.inbox = lane.inbox, []
             return None if self._closed else new
 
-    def _enqueue(self, lane: _Lane, request: _Request) -> None:
-        number = next(self._numbers)
-        lane.flying[number] = request
-        try:
-            lane.engine.enqueue(number, [request.prompt], [request.seed], request.sampling)
-        except InputError as error:
-            lane.flying.pop(number).resolve(error)
+    def _enqueue(self, lane: _Lane, new: Sequence[_Request]) -> None:
+        """Send all requests before the answer to the first is waited for."""
+        numbered = dict(zip(self._numbers, new, strict=False))
+        lane.flying |= numbered
+        sent = {
+            number: lane.engine.submit(EngineProtocol.enqueue, number, [one.prompt], [one.seed], one.sampling)
+            for number, one in numbered.items()
+        }
+        for number, pending in sent.items():
+            try:
+                lane.engine.results(pending)
+            except InputError as error:
+                lane.flying.pop(number).resolve(error)
 
     def _resolve(self, lane: _Lane, collected: Collected) -> None:
         for batch in collected.finished:

@@ -111,7 +111,7 @@ def played_once(
 def play(
     root: Root,
     engines: Sequence[EngineHandle],
-    version: int,
+    version: int | None,
     config: RunConfig,
     codec: TextCodec,
     sampling: Sampling,
@@ -123,6 +123,7 @@ def play(
     """Play the conversations of all pieces, each with its key.
 
     Args:
+        version: of the weights that must sample; any if it is None.
         ready: called with the number of each piece and its trajectories as soon as they are there, in any thread.
         go_on: called now and then; raises if the play is to end.
 
