@@ -29,12 +29,12 @@ from tasks.environments.conversation import (
     answer_of,
     called_with,
     course_of,
-    failures_of,
+    failed_with,
     since,
 )
 from tasks.environments.hosting import EnvironmentFailed, Host
 from tasks.environments.sampler import Sampler
-from tasks.environments.scores import Course, Kept, PlayedScore
+from tasks.environments.scores import Kept, PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
 
 _LOOK_S = 0.1
@@ -95,20 +95,19 @@ class Driver:
             try:
                 reward = await self._driven(task, session, sampler)
             except EnvironmentFailed as failure:
-                event = TurnEvent(row=0, kind="failed", reason=failure.reason, detail=failure.detail)
+                event = failed_with(failure, seconds=since(clock) - session.sampling_s)
             else:
                 row, took = _row(session), session.sampling_s
                 score = PlayedScore(rewards=(*[None] * (row.answers - 1), reward))
-                failed, spent = failures_of(failures), (since(clock) - took,)
-                course = course_of(row, failures=failed, environment_s=spent, sampling_s=took)
+                course = course_of(row, failures, environment_s=(since(clock) - took,), sampling_s=took)
                 return Played(row, Kept(score=score, course=course))
             finally:
                 self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function
             failures.append(event)
             await note(event)
-        course = Course(failures=failures_of(failures), environment_s=(), sampling_s=0.0)
-        score = PlayedScore(rewards=(), failure=course.failures[-1])
-        return Played(Trajectory(task.prompt), Kept(score=score, course=course))
+        row = Trajectory(task.prompt)
+        course = course_of(row, failures, environment_s=(), sampling_s=0.0)
+        return Played(row, Kept(score=PlayedScore(rewards=(), failure=course.failures[-1]), course=course))
 
     async def _driven(self, task: Task, session: Session, sampler: RecordedSampler) -> float:
         """The reward. Raises EnvironmentFailed: the function has failed, or takes too long beside the engines."""

@@ -197,7 +197,8 @@ class Player:
 
     async def _failed(self, conversation: Conversation, note: Note, failure: EnvironmentFailed) -> None:
         goes_on = conversation.goes_on and not failure.restoring
-        event = TurnEvent(row=0, kind="failed", reason=failure.reason, detail=failure.detail, goes_on=goes_on)
+        spent = failure.seconds + (0.0 if goes_on else conversation.spent)  # of turns that no other one goes on with
+        event = failed_with(failure, seconds=spent, goes_on=goes_on)
         conversation.add(event)
         await note(event)
 
@@ -238,11 +239,16 @@ class Player:
         try:
             await self._ask(task, conversation, opened, "its going on", **asked)
         except EnvironmentFailed as failure:
-            raise EnvironmentFailed(failure.reason, failure.detail, restoring=True) from None
+            failure.restoring = True
+            raise
 
     async def _ask(self, task: Task, conversation: Conversation, opened: Opened, what: str, **asked: Any) -> Any:
         clock, left = time.monotonic(), max(0.0, self.limits.seconds - conversation.spent)
-        answer = await opened.ask(left, f"{what} of {task}", **asked)
+        try:
+            answer = await opened.ask(left, f"{what} of {task}", **asked)
+        except EnvironmentFailed as failure:
+            failure.seconds = since(clock)
+            raise
         return {**answer, "messages": _messages(answer.pop("observation", None)), "seconds": since(clock)}
 
     async def _note(self, conversation: Conversation, note: Note, event: TurnEvent) -> None:
@@ -264,14 +270,15 @@ def _result(task: Task, conversation: Conversation) -> Played:
             failure=None if conversation.ended else failures[-1],
             rewritten=conversation.rewritten,
         ),
-        course=course_of(row, failures=failures, environment_s=environment, sampling_s=sampled),
+        course=course_of(row, conversation.failures, environment_s=environment, sampling_s=sampled),
     )
     return Played(row, kept)
 
 
-def course_of(row: Trajectory, **more: Any) -> Course:
-    """The course of a conversation with its row."""
-    return Course(eligible_blocks=row.eligible, cached_blocks=row.hits, **more)
+def course_of(row: Trajectory, failures: Sequence[TurnEvent], **more: Any) -> Course:
+    """The course of a conversation with its row and the events of its failures."""
+    blocks, lost = {"eligible_blocks": row.eligible, "cached_blocks": row.hits}, sum(one.seconds for one in failures)
+    return Course(failures=failures_of(failures), failed_s=lost, **blocks, **more)
 
 
 def since(clock: float) -> float:
@@ -284,6 +291,11 @@ def called_with(answer: Answer, **more: Any) -> TurnEvent:
     record = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
     end = answer.finish_reason
     return TurnEvent(row=0, kind="called", answer=record, finish_reason=end, **more)
+
+
+def failed_with(failure: EnvironmentFailed, **more: Any) -> TurnEvent:
+    """The event of a failure; `more` are further fields."""
+    return TurnEvent(row=0, kind="failed", reason=failure.reason, detail=failure.detail, **more)
 
 
 def answer_of(event: TurnEvent) -> Answer:

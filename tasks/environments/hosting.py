@@ -34,6 +34,7 @@ class EnvironmentFailed(Exception):
         super().__init__(detail)
         self.reason: Reason = reason
         self.detail, self.restoring = detail, restoring
+        self.seconds = 0.0  # of the call that failed
 
 
 class Host:

@@ -46,6 +46,8 @@ class Course(BaseModel, frozen=True, extra="forbid"):
     """Of all its environments, in order."""
     environment_s: tuple[float, ...]
     """Seconds of the last environment: of its beginning, and of each answer; of a function that drives, in all."""
+    failed_s: float = 0.0
+    """Seconds of the environments that failed, but for turns that another one went on with."""
     sampling_s: float
     """Seconds of waiting for the engines, for the answers that are in its row."""
     eligible_blocks: int = 0
@@ -83,7 +85,7 @@ def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
         "turns_mean": sum(turns) / len(turns),
         "turns_max": float(max(turns)),
         "rewritten": float(sum(one.score.rewritten > 0 for one in kept)),
-        "environment_s": sum(sum(one.course.environment_s) for one in kept),
+        "environment_s": sum(sum(one.course.environment_s) + one.course.failed_s for one in kept),
         "sampling_s": sum(one.course.sampling_s for one in kept),
         "environment_failures": float(reasons.total()),
         "environment_failures_retried": float(reasons.total() - lost),
