@@ -29,14 +29,9 @@ Elsewhere = Callable[[BaseException], bool]
 """True for an error that another task run shows."""
 
 
-def here(_error: BaseException) -> bool:
-    """Every error belongs to the stage that raises it."""
-    return False
-
-
 def as_task(stage: Stage, iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> View:
     """Do the work of a stage in a Prefect task of the current flow run. A `Performer`."""
-    return outcome(stage_task(stage)(iteration, work, inputs, here))
+    return outcome(stage_task(stage)(iteration, work, inputs, lambda _error: False))  # each error is its own
 
 
 def stage_task(stage: Stage) -> Callable[..., State[Any]]:

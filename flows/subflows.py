@@ -78,7 +78,7 @@ class Subflows:
     def iteration(self, number: int) -> Iterator[None]:
         """See `Page`."""
         self._iterations = [one for one in self._iterations if one.alive()]
-        self._published = [one for one in self._published if not _is_stored(one)]
+        self._published = [one for one in self._published if not _stored(one, 0)]
         if self._ahead is not None and self._ahead.number == number:
             one, self._ahead = self._ahead, None
         else:
@@ -226,7 +226,7 @@ class _Iteration:
         unstored: State[Any] | None = None
         for what, published in iter(self._queue.get, None):
             # what waits behind a state is published within moments, or not at all if that failed: only more is shown
-            if what == Stage.TRAIN or not (unstored or _soon(published)):
+            if what == Stage.TRAIN or not (unstored or _stored(published, _SHORT_S)):
                 state = show_storing(self.number, what, published)
                 if state.is_failed():
                     unstored = Failed(message=f"iteration {self.number}: {state.message}")
@@ -245,11 +245,6 @@ def _report(flow_run: UUID, end: State[Any]) -> None:
             time.sleep(_LOOK_S)
 
 
-def _soon(published: "Future[None]") -> bool:
-    """True if it is durable within moments."""
-    waiting = wait([published], _SHORT_S).not_done
+def _stored(published: "Future[None]", within_s: float) -> bool:
+    waiting = wait([published], within_s).not_done
     return not (waiting or published.cancelled() or published.exception())
-
-
-def _is_stored(published: "Future[None]") -> bool:
-    return published.done() and not published.cancelled() and published.exception() is None
