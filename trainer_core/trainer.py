@@ -157,7 +157,7 @@ class Trainer(TrainerProtocol):
         self._changes()
         self._check_length(examples)
         if optimizer is not None:
-            self._optimizer = Optimizer(self._model, optimizer)
+            self._optimizer = Optimizer(self._model, optimizer, "warmup.optimizer")
         phase = SupervisedPhase(self._passes, self._live_optimizer(), self._config.seed)
         report = phase.run(examples, steps, batch_size)
         if optimizer is not None:

@@ -18,8 +18,9 @@ from trainer_core.model.model import Model
 class Optimizer:
     """Moments and schedule of one phase of training; each phase has its own."""
 
-    def __init__(self, model: Model, config: OptimizerConfig) -> None:
-        self.config, self._residence = config, model.residence
+    def __init__(self, model: Model, config: OptimizerConfig, key: str = "train.optimizer") -> None:
+        """Begin with the live weights; `key` names the table of the configuration in messages. Collective."""
+        self.config, self._residence, self._key = config, model.residence, key
         self._residence.resume("parameters")  # of which main weights are copies
         settings = _megatron_config(config, model.dtype)
         self.megatron = get_megatron_optimizer(settings, list(model.chunks), use_gloo_process_groups=False)
@@ -43,6 +44,11 @@ class Optimizer:
         """Learning rate of the last update."""
         return float(self.megatron.param_groups[0]["lr"]) if self.updates else 0.0
 
+    @property
+    def remedy(self) -> str:
+        """Repair of an update whose numbers are not finite."""
+        return f"lower {self._key}.learning_rate ({self.config.learning_rate}) or look at the samples of this iteration"
+
     def update(self) -> float:
         """Apply the gradients in the model's buffers; returns their global norm before clipping. Collective. Raises
         NumericsError: the norm is not finite; weights and moments are then unchanged."""
@@ -52,8 +58,7 @@ class Optimizer:
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             raise NumericsError(
-                f"the gradient norm is {norm} at update {self.updates + 1}; the update was not applied: lower the "
-                f"learning rate ({self.config.learning_rate}) or look at the samples of this iteration"
+                f"the gradient norm is {norm} at update {self.updates + 1}; the update was not applied: {self.remedy}"
             )
         self.schedule.step(1)
         self.megatron.step()

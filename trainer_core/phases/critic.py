@@ -70,7 +70,7 @@ class Critic:
                         tensor.zero_()
                     else:
                         tensor.copy_(given[name])
-        self._optimizer = Optimizer(self.model, self._config.optimizer)
+        self._optimizer = Optimizer(self.model, self._config.optimizer, "train.critic")
 
     def values(self, samples: Samples) -> Vector:
         """(R,) estimated return from each response token on, of samples that are usable; 0 for others."""
@@ -106,7 +106,7 @@ class Critic:
         """Continue from the state in a folder; its identity. Collective. Raises as `TrainerProtocol.load`."""
         facts = read_facts(directory)
         check_modules(directory, facts, transformer_engine)
-        self._optimizer = Optimizer(self.model, self._config.optimizer)
+        self._optimizer = Optimizer(self.model, self._config.optimizer, "train.critic")
         with self.model.weights("writable"):
             load_state(directory, self.model, self._optimizer, self._mesh, facts, restore_rng=False)
             return _digest(self._saver.identity(self._optimizer, facts))

@@ -43,8 +43,8 @@ def apply_loss(
         gradients = passes.gradients(sequences, rows, weights, values, objective)
         if not math.isfinite(gradients.loss):
             raise NumericsError(
-                f"the loss is {gradients.loss} at update {optimizer.updates + 1}; the update was not applied: lower "
-                f"the learning rate ({optimizer.config.learning_rate}) or look at the samples of this iteration"
+                f"the loss is {gradients.loss} at update {optimizer.updates + 1}; the update was not applied: "
+                f"{optimizer.remedy}"
             )
         norm = optimizer.update()
     clipped, rate = gradients.clip_fraction, optimizer.learning_rate
