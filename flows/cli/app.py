@@ -60,7 +60,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
 
 @app.command(name="run")
 def run_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: Common = Common()) -> int:
-    """Start or continue the run that a configuration describes, or continue a run as it was recorded."""
+    """Start or continue the run that a configuration describes, or continue a recorded run."""
     if not names_a_run(which, common.store):
         return _from_file(["run", which], which, changes, common)
     config = of_stored(which, changes.run, changes.replaced, common.store)

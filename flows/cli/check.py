@@ -67,7 +67,7 @@ class Continuable(BaseModel, frozen=True, extra="forbid"):
 
 
 def check_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: Common = Common()) -> int:
-    """Make the checks of `run`, and show a prompt and what would be started; start and write nothing."""
+    """Check a configuration as `run` does; show a prompt and the processes of a run. Start and write nothing."""
     prepare_process()
     store = common.store
     if names_a_run(which, store):

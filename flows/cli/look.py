@@ -46,7 +46,7 @@ class Report(BaseModel, frozen=True, extra="forbid"):
 
 
 def report_command(run: RunId, *, common: Common = Common()) -> int:
-    """Make the metrics (CSV, TensorBoard) and the curves of a run again, from its manifests alone."""
+    """Rebuild the metrics (CSV, TensorBoard) and the curves of a run from its manifests."""
     store = common.of_run(run)
     from flows.views.reports import write_report  # draws with matplotlib
 

@@ -48,7 +48,7 @@ def retrain_command(
     settings: Settings = (),
     common: Common = Common(),
 ) -> int:
-    """Train a new run on stored samples, or continue that. No engine is started, and no prompt is sampled."""
+    """Train a new run on stored samples, or continue one. Start no engine and sample no prompt."""
     # imports the hub's library, which reads the environment then
     from flows.preflight import begin_on_samples
     from tasks.retraining import retrain_config, since_of, start_of

@@ -31,7 +31,7 @@ def reward_command(
     last: Annotated[int, Parameter(help="Iterations that are scored, up to the one that is named.")] = 1,
     common: Common = Common(),
 ) -> int:
-    """Try a reward function on the stored samples of iterations; only what a judge was asked is stored.
+    """Try a reward function on stored samples; store only the exchanges with a judge.
 
     Exit code 1 if more samples than reward.max_failures remain without a score.
     """

@@ -77,7 +77,7 @@ def up_command(
 def register_command(
     *, at_once: AtOnce = None, notify: Notify = None, deployments: Deployments = DEPLOYMENTS, json: Json = False
 ) -> int:
-    """Tell a Prefect server of your own (PREFECT_API_URL) what `ratchet up` tells its own: work pool, deployments, ...
+    """Register work pool, deployments, ... with your own Prefect server (PREFECT_API_URL).
 
     Workers execute the flow runs with the Python and the checkout of this command, so run it where they run, or in the
     same image. A work pool `ratchet` that exists is used, of whatever type.
