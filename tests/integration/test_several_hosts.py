@@ -75,7 +75,7 @@ def test_a_run_over_hosts_goes_on_to_the_same_bits_when_one_dies(tmp_path):
         site = Site(head)
         for host in others:
             site.join(host)
-        assert "0.0/4.0 CPU" in head.run("ray", "status", RAY_ADDRESS=f"{head.address}:6379", **site.known)
+        assert "object_store_memory" in head.run("ray", "status", RAY_ADDRESS=f"{head.address}:6379", **site.known)
         began = time.monotonic()
         assert site.begin("s3://runs/refused", log, "engine.count=9", run="large").wait(200) == 2, log.read_text()
         assert re.search(r"engines of run large: 9 CPU are needed.* 4 CPU free on 5 hosts", log.read_text())
