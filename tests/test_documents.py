@@ -9,8 +9,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from cyclopts import MissingArgumentError
 
-from flows.cli.app import execute
+from flows.cli.app import app, execute
 from infra.mutants import MUTANTS
 from storage.backends.root import open_root
 from tests.small.config import small_config
@@ -20,6 +21,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [*sorted(PROJECT.glob("*.md")), *sorted((PROJECT / "docs").glob("*.md"))]
 SKILLS = sorted((PROJECT / ".claude" / "skills").glob("*/SKILL.md"))
 LINK = re.compile(r"\]\((?!https?://|#)([^)#]+)")
+COMMAND = re.compile(r"^(?:\w+=\S+ )*(ratchet .*)$|`(ratchet [^`]+)`", re.MULTILINE)
 CODE_PATH = re.compile(r"`((?:flows|tasks|trainer_core|storage|infra|docs|tests)/[\w./-]+\.\w+)`")
 
 
@@ -41,6 +43,19 @@ def site(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_the_command_line_reads_every_command(document: Path):
+    found = COMMAND.findall(document.read_text().replace("\\\n", " "))
+    for line in (block or inline for block, inline in found):
+        # of alternatives the first one; what is left out is optional, and a letter stands for a number
+        plain = re.sub(r"\\?\|[^\s\]]+|[\[\]]| \.\.\.", "", re.sub(r" (\|\| true|> \S+)$", "", line))
+        words = [re.sub(r"^[A-Z]$", "1", word) for word in shlex.split(plain, comments=True)[1:]]
+        try:
+            app.parse_args(words, exit_on_error=False, print_error=False)
+        except MissingArgumentError:  # it is mentioned, not shown
+            assert line not in [block for block, _ in found], line
+
+
 def test_the_site_has_every_page_needs_no_network_and_is_searched_offline(tmp_path: Path):
     pytest.importorskip("sphinx")
     built = site(tmp_path)

@@ -74,8 +74,3 @@ def test_the_nightly_retraining_selects_and_trains(tmp_path: Path):
     begin_retraining(root, "again", config)
     driver(root, config, tmp_path / "again", run="again").drive()
     assert need(root, "again", 1, Stage.TRAIN)
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_the_command_line_reads_every_command(line: str):
-    app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
