@@ -215,7 +215,7 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         return json.loads(done.stdout.splitlines()[-1])["weight_version"]
 
     config = config_of(model).model_copy(update={"device": DeviceSection(kind="cpu")})
-    with ray_nodes(1) as (address, _):
+    with ray_nodes(2) as (address, _):
         environment = {**os.environ, "RAY_ADDRESS": address}
         assert later(config, "update", str(tmp_path / "update")) == 7
         assert later(config, "look") == 7
