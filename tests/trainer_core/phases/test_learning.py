@@ -1,4 +1,5 @@
-"""Three families of objectives teach the demo's model to carry."""
+"""Three families of objectives teach the demo's model to carry. Beside every change the tutorial shows one that learns, and
+`test_objectives.py` that each step is that of a plain implementation."""
 
 import pytest
 
@@ -15,7 +16,7 @@ OBJECTIVES = {
 WARM_UP = OptimizerConfig(learning_rate=2e-3, warmup_steps=20, beta2=0.98, weight_decay=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_family_improves_the_demo(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
