@@ -1,5 +1,7 @@
-"""Three families of objectives teach the demo's model to carry. Beside every change the tutorial shows one that learns, and
-`test_objectives.py` that each step is that of a plain implementation."""
+"""Three families of objectives teach the demo's model to carry.
+
+Beside every change the tutorial shows a run that learns, and `test_objectives.py` that steps are those of plain code.
+"""
 
 import pytest
 
