@@ -23,7 +23,15 @@ from tests.small.driving import RUN, Killed, driver, killing
 
 ITERATIONS, MOST = 3, 16
 GROUPS = 3  # useful ones, of which each draw is to give as many as lack
-CHANCE = "import random\n\ndef score(record, response):\n    return float(random.random() < 0.5)\n"
+CHANCE_LATER = """
+import random
+from pathlib import Path
+
+def score(record, response):
+    with Path(__file__).with_suffix('.asked').open('a+') as file:
+        file.write('.')
+        return float(file.tell() <= %d or random.random() < 0.5)
+"""
 NEVER = "def score(record, response):\n    return 1.0\n"
 FAILS_LATER = """
 from pathlib import Path
@@ -145,7 +153,7 @@ def test_a_run_that_is_killed_anywhere_draws_and_learns_the_same(tmp_path, seed,
 
 
 def test_scores_that_decided_about_draws_are_kept_though_the_function_answers_by_chance(scored_by, tmp_path):
-    root, given = open_root(str(tmp_path / "root")), scored_by(CHANCE)
+    root, given = open_root(str(tmp_path / "root")), scored_by(CHANCE_LATER % (GROUPS * SAMPLES))
     with pytest.raises(Killed):  # at the first piece of the second draw
         driver(root, given, tmp_path / "a", at=killing(Stage.ROLLOUT, 1, Point.MID_PART, after=3)).drive()
     (scored,) = [key for key in root.keys("") if "/rewards-" in key and layout.is_part(key)]
