@@ -61,13 +61,16 @@ def iterate(run: RunContext, iteration: int, before: Position) -> Position:
     if _evaluation_due(run, iteration):
         evaluate(run, iteration, prepared, served)
     later = beside()
-    kept = tuple(one for one in later.rollouts if one.manifest.iteration >= iteration)
-    return Position(prepared, trained, served, kept, later.rewards)
+    return Position(prepared, trained, served, _since(iteration, later.rollouts), _since(iteration, later.rewards))
+
+
+def _since[V: View](iteration: int, views: tuple[V, ...]) -> tuple[V, ...]:
+    return tuple(one for one in views if one.manifest.iteration >= iteration)
 
 
 def _sampled(run: RunContext, before: Position, last: int) -> Position:
     """The position with the rollouts up to that of iteration `last`, which are scored too beside a training."""
-    rollouts, rewards = before.rollouts, before.rewards[-run.config.rollout.ahead :]
+    rollouts, rewards = before.rollouts, before.rewards
     for iteration in range(rollouts[-1].manifest.iteration + 1 if rollouts else 1, last + 1):
         version, drawn = sampled_by(run, iteration), rollouts[-1] if rollouts else before.prepared
         now = before.served.weight_version == version

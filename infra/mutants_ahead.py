@@ -29,8 +29,8 @@ AHEAD = (
         "rewards-ahead-scored-twice",
         "the scores of a rollout ahead are forgotten, and made again when its iteration begins",
         "flows/iteration.py",
-        "kept, later.rewards)",
-        "kept, ())",
+        "_since(iteration, later.rollouts), _since(iteration, later.rewards))",
+        "_since(iteration, later.rollouts), ())",
         _LOOP,
     ),
     Mutant(

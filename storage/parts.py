@@ -79,10 +79,10 @@ class PartWriter:
         kill_points.reached(Point.UPLOAD, part.key)
 
     @measured()
-    def write_files(self, folder: Path, names: Sequence[str]) -> tuple[Part, ...]:
-        """Store the files of a folder, several at a time."""
-        parts = self.describe_files(folder, names)
-        self.store_files(folder, parts)
+    def write_files(self, folder: Path, names: Sequence[str], prefix: str = "") -> tuple[Part, ...]:
+        """Store the files of a folder, several at a time; `prefix` is that of `describe_files`."""
+        parts = self.describe_files(folder, names, prefix)
+        self.store_files(folder, parts, prefix)
         return parts
 
     @measured()

@@ -21,7 +21,7 @@ def prepare(work: Work) -> StageOutput:
         names = fill_model_directory(directory, config.model, config.run.seed)
         codec = codec_of(config, directory)
         prompts = prompts_of(config, codec)
-        model = [part.model_copy(update={"name": MODEL + part.name}) for part in writer.write_files(directory, names)]
+        model = writer.write_files(directory, names, MODEL)
     teacher = store_teacher(writer, config)
     data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in prompts.tables.items()]
     return StageOutput(

@@ -28,16 +28,14 @@ NAMES = ["prompt_id", "sample_id"]
 Teach = Callable[[TrainerGroup, Samples, float], tuple[Samples, tuple[Part, ...]]]  # `taught` of given samples
 
 
-def store_teacher(writer: PartWriter, config: RunConfig) -> list[Part]:
+def store_teacher(writer: PartWriter, config: RunConfig) -> tuple[Part, ...]:
     """Store the teacher's model with a stage of iteration 0; nothing if there is no teacher. Raises InputError: its
     directory cannot be read."""
     if (section := teacher_section(config.model, config.train.policy.distill)) is None:
-        return []
+        return ()
     with scratch() as directory:
         names = fill_model_directory(directory, section, config.run.seed, TEACHER_KEY)
-        return [
-            part.model_copy(update={"name": TEACHER_MODEL + part.name}) for part in writer.write_files(directory, names)
-        ]
+        return writer.write_files(directory, names, TEACHER_MODEL)
 
 
 def taught(

@@ -26,15 +26,8 @@ class Folders:
         self, writer: PartWriter, folder: Path, saved: SavedFiles, prefix: str
     ) -> Callable[[], tuple[Part, ...]]:
         """The job that stores what ranks have saved, each host its own files. `prefix` is added to names of parts."""
-        return partial(stored, writer, folder, saved.names, prefix)
+        return partial(writer.write_files, folder, saved.names, prefix)
 
     def remove(self, folder: Path) -> None:
         """Remove a folder wherever it is."""
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def stored(writer: PartWriter, folder: Path, names: tuple[str, ...], prefix: str) -> tuple[Part, ...]:
-    """The parts that files of a folder of this host have become."""
-    parts = writer.describe_files(folder, names, prefix)
-    writer.store_files(folder, parts, prefix)
-    return parts

@@ -29,7 +29,7 @@ from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
 from tasks.config.code_version import code_version
 from tasks.config.environment import host_environment
-from tasks.workers.folders import Folders, Wanted, stored
+from tasks.workers.folders import Folders, Wanted
 from trainer_core.protocol import SavedFiles
 
 _FIT_S = 10.0  # for which room is waited for: another run may just be ending
@@ -218,7 +218,7 @@ def _store(
 
 def _store_here(writer: PartWriter, folder: Path, names: tuple[str, ...], prefix: str) -> tuple[Part, ...]:
     root = open_root(writer.root.url).with_patience(writer.root.patience)
-    return stored(replace(writer, root=root), folder, names, prefix)
+    return replace(writer, root=root).write_files(folder, names, prefix)
 
 
 def _check_versions(nodes: Sequence[str]) -> None:

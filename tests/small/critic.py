@@ -31,7 +31,7 @@ class SmallCritic:
         self._values = 0.5 * self._values + np.random.default_rng(seed).random(len(self._values), np.float32)
 
     def save(self, folder: Path) -> tuple[str, ...]:
-        """Write this rank's share anew; the names of its files."""
+        """Write this rank's share over the last one; returns the names of its files."""
         if not self._used:
             return ()
         files = {f"{CRITIC}/weights-{self._rank}.bin": np.array_split(self._values, self._ranks)[self._rank].tobytes()}
