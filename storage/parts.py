@@ -76,7 +76,6 @@ class PartWriter:
             raise StorageError(f"{path} changed while it was stored as {part.key}: finish writing it first")
         if not stored and not self._adopted(part):
             self.root.replace(part.key, path.read_bytes())
-        kill_points.reached(Point.UPLOAD, part.key)
 
     @measured()
     def write_files(self, folder: Path, names: Sequence[str], prefix: str = "") -> tuple[Part, ...]:
@@ -96,8 +95,17 @@ class PartWriter:
 
     @measured()
     def store_files(self, folder: Path, parts: Sequence[Part], prefix: str = "") -> None:
-        """Store files described with the same folder and prefix; otherwise, and in what it raises, as `store_file`."""
-        each(lambda part: self.store_file(part, folder / part.name.removeprefix(prefix)), parts, _PARALLEL)
+        """Store files described with the same folder and prefix; otherwise, and in what it raises, as `store_file`. The
+        smallest one goes first and alone, so that `Point.UPLOAD` is a moment at which some are stored, but not all."""
+
+        def store(part: Part) -> None:
+            self.store_file(part, folder / part.name.removeprefix(prefix))
+
+        smallest = sorted(parts, key=lambda part: part.bytes)
+        each(store, smallest[:1], threads=1)
+        if others := smallest[1:]:
+            kill_points.reached(Point.UPLOAD, smallest[0].key)
+            each(store, others, _PARALLEL)
 
     def _adopted(self, part: Part) -> bool:
         """True if the part that an earlier attempt left under the key can be used as it is. It gets the age of a new

@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage import kill_points
+from storage import kill_points, layout
 from storage.errors import DigestMismatch, InputError, PartMissing, SchemaMismatch, StorageError
 from storage.kill_points import Point
 from storage.parts import PartWriter, flat, is_intact, materialize, read_part, read_parts, read_table
@@ -210,7 +211,23 @@ def test_a_file_that_nobody_writes_is_stored(root, tmp_path):
     reached = []
     with kill_points.observed(lambda *one: reached.append(one)):
         writer(root).write_files(tmp_path, ["state"])
-    assert [point for point, _ in reached] == [Point.MID_PART, Point.UPLOAD]
+    assert [point for point, _ in reached] == [Point.MID_PART]
+
+
+def test_at_the_point_upload_some_files_are_stored_but_not_all(root, tmp_path):
+    names = [str(number) for number in range(4)]
+    for name in names:
+        (tmp_path / name).write_text(name * 100)
+    stored = []
+
+    def look(point, key):
+        if point is Point.UPLOAD:
+            time.sleep(0.05)  # long enough for other threads to store the rest
+            stored.append(sum(not layout.is_temporary(one) for one in root.keys("run")))
+
+    with kill_points.observed(look):
+        writer(root).write_files(tmp_path, names)
+    assert stored == [1]
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a\\b", ""])
