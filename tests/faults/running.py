@@ -25,7 +25,7 @@ from tests.faults.small_run import RUN, Plan, is_running
 from tests.fork_servers import ForkServers
 
 Place = tuple[int, Stage]
-_GONE_S = 10.0
+_GONE_S = 60.0
 
 
 class Launcher:

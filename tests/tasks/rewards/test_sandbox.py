@@ -159,7 +159,7 @@ SCORES = {
 
 @pytest.mark.parametrize(("response", "tests", "reward"), SCORES.values(), ids=SCORES)
 def test_a_program_scores_by_its_tests(response: str, tests: object, reward: float):
-    assert code_tests({"tests": tests}, response, seconds=1.0) == reward
+    assert code_tests({"tests": tests}, response, seconds=60.0 if reward else 1.0) == reward
 
 
 def test_the_seconds_are_of_all_tests_together():

@@ -173,7 +173,7 @@ def test_a_call_whose_outcome_is_unknown_is_a_failure_and_with_no_retries_it_is_
 
 @pytest.mark.parametrize("how", ["die", "hang"])
 def test_an_environment_that_is_lost_once_costs_only_its_open_turn(tmp_path, undisturbed, how):
-    root = played(tmp_path, "Once", {"marks": str(tmp_path), "how": how}, "environment.seconds=5.0")
+    root = played(tmp_path, "Once", {"marks": str(tmp_path), "how": how}, "environment.seconds=12.0")
     rows = rollout(root)
     assert rows == rollout(undisturbed)
     found = [one for some in failures(root) for one in some]

@@ -36,7 +36,7 @@ def test_a_distant_arena_is_free_again_before_what_it_held_is_loaded(tmp_path):
     """The sender overwrites its only arena while the receiver still uses the copied bucket."""
     sent = weights()
     plan = plan_of(sent)
-    channel = channel_of(tmp_path, "memory", arenas=1, deadline_s=5)
+    channel = channel_of(tmp_path, "memory", arenas=1)
     last = plan.buckets[-1].number
 
     def until_overwritten(bucket):

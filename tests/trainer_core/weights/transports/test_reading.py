@@ -23,7 +23,7 @@ def waited(monkeypatch):
 def reading(tmp_path, waited):
     """A receiver, the number of waits for its card, and the released arenas."""
     plan = plan_of(weights(count=24))
-    channel = channel_of(tmp_path, "memory", deadline_s=5)
+    channel = channel_of(tmp_path, "memory")
     sender, receiver = open_sender(channel, plan, 0, CPU), open_receiver(channel, plan, 0, CPU)
     signals = Signals(channel, plan)
     return SimpleNamespace(
@@ -70,7 +70,7 @@ def test_the_last_one_is_released_at_once(reading):
 
 def test_a_sender_with_one_arena_is_not_waited_for_while_it_waits(tmp_path, waited):
     sent = weights(count=24)
-    plan, channel = plan_of(sent), channel_of(tmp_path, "memory", deadline_s=5, arenas=1)
+    plan, channel = plan_of(sent), channel_of(tmp_path, "memory", arenas=1)
     receiving = Receiving(channel, plan)
     Sending(channel, plan, sent).result()
     assert_same(receiving.result(), sent)
