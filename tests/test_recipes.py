@@ -1,14 +1,11 @@
 """Each recipe of docs/recipes.md is checked as `ratchet check` does, and its loop runs over workers of a few lines."""
 
-import re
-import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from flows.cli.app import app
 from infra.examples.chat import make as chat
 from infra.examples.tools import make as tools
 from storage.backends.root import open_root
@@ -18,13 +15,10 @@ from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.document import load_config
 from tasks.config.model import GeneratedModel, ModelSection
 from tasks.data.models import fill_model_directory
-from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
-from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 
 EXAMPLES = PROJECT_ROOT / "infra" / "examples"
-COMMANDS = re.findall(r"^(ratchet .*)$", (PROJECT_ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE)
 SMALL = (
     "run.iterations=1", "rollout.prompts=2", "rollout.samples=2", "evaluate.prompts=2", "train.policy.mini_batches=1",
 )  # fmt: skip
@@ -60,17 +54,3 @@ def test_a_recipe_passes_the_checks_and_its_loop_goes_round(made: Path, tmp_path
     check_config(config, root)
     driver(root, config, tmp_path / "scratch").drive()
     assert need(root, RUN, 1, Stage.WEIGHT_SYNC)
-
-
-def test_the_nightly_retraining_selects_and_trains(tmp_path: Path):
-    root = open_root(str(tmp_path / "runs"))
-    driver(root, small_config(), tmp_path / "scratch").drive()
-    (line,) = [one for one in COMMANDS if one.startswith("ratchet retrain")]
-    words = [{"demo@5": f"{RUN}@1", "demo@6-": f"{RUN}@2-"}.get(word, word) for word in shlex.split(line)[1:]]
-    _, given, _ = app.parse_args(words, exit_on_error=False, print_error=False)
-    selection, settings = given.arguments["selection"], given.arguments["settings"]
-    keys = {"start": selection.start, "select": list(selection.select), "where": selection.where}
-    config = retrain_config(root, "again", keys, None, settings)
-    begin_retraining(root, "again", config)
-    driver(root, config, tmp_path / "again", run="again").drive()
-    assert need(root, "again", 1, Stage.TRAIN)

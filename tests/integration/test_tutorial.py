@@ -1,14 +1,17 @@
-"""The test executes every command of docs/tutorial.md, in order, and compares its output with the page."""
+"""Every command of docs/tutorial.md, in order, with its output; and by hand those of other pages that take minutes."""
 
 import os
 import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tasks.config.code_version import PROJECT_ROOT
 from tests.forked_python import of_workers
+from tests.integration.command import TINY
 
 PAGE = PROJECT_ROOT / "docs" / "tutorial.md"
 _BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.M | re.S)
@@ -55,13 +58,20 @@ def environment(tmp_path: Path, home: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
-def test_every_command_does_what_the_page_says(tmp_path: Path, home: Path, environment: dict[str, str]):
-    def carried_out(command: list[str]) -> str:
+@pytest.fixture
+def carried_out(tmp_path: Path, environment: dict[str, str]) -> Callable[[list[str]], str]:
+    """Carries a command out in an empty folder, and gives what it wrote."""
+
+    def carry_out(command: list[str]) -> str:
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout + done.stderr
 
+    return carry_out
+
+
+@pytest.mark.slow
+def test_every_command_does_what_the_page_says(tmp_path: Path, home: Path, carried_out: Callable[[list[str]], str]):
     count = 0
     for language, title, text in blocks():
         if title:
@@ -73,3 +83,26 @@ def test_every_command_does_what_the_page_says(tmp_path: Path, home: Path, envir
             assert [line for line in lines if not said(line, output)] == [], output
             count += 1
     assert count == PAGE.read_text(encoding="utf-8").count("\n$ ")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [
+        ("docs/recipes.md", "LoRA for a chat model of your own"),
+        ("docs/recipes.md", "Tools"),
+        ("docs/recipes.md", "Distillation"),
+        ("docs/recipes.md", "Nightly retraining"),
+        ("docs/durability.md", "Proof: `ratchet prove-resume`"),
+        ("README.md", "Proof that nothing is lost"),
+    ],
+)
+def test_commands_that_take_minutes_end_well(carried_out, tmp_path: Path, page: str, heading: str):
+    shutil.copy(TINY, tmp_path / "my.toml")
+    section = (PROJECT_ROOT / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^(?:ratchet|python) .*$", section, re.MULTILINE)
+    assert lines
+    for line in lines:
+        if not line.startswith("ratchet up"):  # a site: tests/flows/site
+            carried_out(["sh", "-c", line])
