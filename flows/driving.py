@@ -42,8 +42,7 @@ class Drive:
     config: RunConfig
     progress: Progress
     opener: Opener
-    owner: str = "ratchet run"
-    """Driver of the run, for display."""
+    owner: str = "ratchet run"  # driver of the run, for display
     held: Lease | None = None
     """The run's lease, if the caller holds it already and has recorded the configuration under it."""
 

@@ -31,8 +31,7 @@ class Position:
     served: Served
     rollouts: tuple[Rollouts, ...] = ()
     """That of the iteration, if it is not 0, and those of the next ones that were sampled ahead."""
-    rewards: tuple[Rewards, ...] = ()
-    """Of those that were sampled ahead."""
+    rewards: tuple[Rewards, ...] = ()  # of those that were sampled ahead
 
 
 def begin(run: RunContext) -> Position:

@@ -31,10 +31,8 @@ class Upkeep(BaseModel, frozen=True, extra="forbid"):
 
     gc: bool = True
     """Delete what nothing refers to any more, and what is left of train states that retention has retired."""
-    compact: bool = True
-    """Write what is new of each run's samples to its archive."""
-    verify: bool = True
-    """Read everything that is stored, and compare it with its digests."""
+    compact: bool = True  # write what is new of each run's samples to its archive
+    verify: bool = True  # read everything that is stored, and compare it with its digests
 
 
 class RunUpkeep(BaseModel, frozen=True, extra="forbid"):
@@ -42,8 +40,7 @@ class RunUpkeep(BaseModel, frozen=True, extra="forbid"):
     verified."""
 
     run: str
-    driven: bool = False
-    """True if another process drove it, so that only what that process cannot use was deleted."""
+    driven: bool = False  # True if another process drove it, so that only what that process cannot use was deleted
     removed: int = 0
     removed_bytes: int = 0
     archived: int = 0

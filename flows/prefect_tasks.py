@@ -19,14 +19,12 @@ from tasks.config.environment import without_secrets
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 
-REUSED = "Completed (reused)"
-"""State of a task run whose stage was committed before."""
+REUSED = "Completed (reused)"  # state of a task run whose stage was committed before
 
 COMPUTED = "Computed"
 """State of a task run whose stage is done, but waits for a train state to be stored before it is published."""
 
-Elsewhere = Callable[[BaseException], bool]
-"""True for an error that another task run shows."""
+Elsewhere = Callable[[BaseException], bool]  # True for an error that another task run shows
 
 
 def as_task(stage: Stage, iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> View:

@@ -34,8 +34,7 @@ from tasks.stages.views import Performed, View
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""Longest wait of an iteration for its subflow. It begins without one after that."""
+PATIENCE_S = 10.0  # longest wait of an iteration for its subflow. It begins without one after that.
 
 _AGAIN_S = 60.0  # how long later iterations then do not try
 _SHORT_S = 1.0
@@ -151,8 +150,7 @@ class _Iteration:
     """Held by the thread that asks the server: with SQLite it refuses one of two requests at once, and the client then
     waits."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    is_subflow: bool = False
-    """True if its stages are shown in a subflow run of their own."""
+    is_subflow: bool = False  # True if its stages are shown in a subflow run of their own
     _queue: "SimpleQueue[tuple[str, Future[None]] | None]" = field(default_factory=SimpleQueue)
     _opened: threading.Event = field(default_factory=threading.Event)
     _claim: threading.Lock = field(default_factory=threading.Lock)

@@ -61,8 +61,7 @@ class Continuable(BaseModel, frozen=True, extra="forbid"):
 
     run: str
     root: str
-    prepared: str
-    """Digest of the stage that stored its model and its prompts, which are used instead of their sources."""
+    prepared: str  # digest of the stage that stored its model and its prompts, which are used instead of their sources
     iterations: int
 
 

@@ -17,8 +17,7 @@ FILES = ("run.toml", "reward.py", "prompts.jsonl")
 class FirstRun(BaseModel, frozen=True, extra="forbid"):
     """The files that were written."""
 
-    folder: str
-    """Absolute path."""
+    folder: str  # absolute path
     files: tuple[str, ...]
 
 

@@ -76,10 +76,8 @@ class Order:
     config: RunConfig
     run: str
     root: str
-    again: str
-    """The command that continues the run."""
-    one_stage: bool = False
-    """Do only the stage that was asked to be done again."""
+    again: str  # the command that continues the run
+    one_stage: bool = False  # do only the stage that was asked to be done again
 
 
 class RunResult(BaseModel, frozen=True, extra="forbid"):
@@ -87,16 +85,12 @@ class RunResult(BaseModel, frozen=True, extra="forbid"):
 
     run: str
     root: str
-    iterations: int
-    """RL iterations that are complete."""
+    iterations: int  # RL iterations that are complete
     changes: Changes
     """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
-    seconds_total: float
-    """Time from the start of this process to the result."""
-    seconds_per_iteration: float | None
-    """Median duration of the RL iterations after the second."""
-    peak_rss_gib: float
-    """Largest proportional set size of this process and everything it started, GiB."""
+    seconds_total: float  # time from the start of this process to the result
+    seconds_per_iteration: float | None  # median duration of the RL iterations after the second
+    peak_rss_gib: float  # largest proportional set size of this process and everything it started, GiB
     report: str | None
 
 

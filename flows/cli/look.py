@@ -37,12 +37,9 @@ class Report(BaseModel, frozen=True, extra="forbid"):
     """URLs of a run's report."""
 
     run: str
-    metrics: str
-    """URL of the CSV with a row for each iteration."""
-    tensorboard: str
-    """URL of the folder for `tensorboard --logdir`, a program of its own: `pip install tensorboard`."""
-    plot: str
-    """URL of the curves."""
+    metrics: str  # URL of the CSV with a row for each iteration
+    tensorboard: str  # URL of the folder for `tensorboard --logdir`, a program of its own: `pip install tensorboard`
+    plot: str  # URL of the curves
 
 
 def report_command(run: RunId, *, common: Common = Common()) -> int:

@@ -117,10 +117,8 @@ class Place:
     """The named run, iteration and stage."""
 
     run: str
-    iteration: int | None
-    """None if none is named."""
-    stage: str | None
-    """The value of a Stage, or the name of an evaluation on request; None if none is named."""
+    iteration: int | None  # None if none is named
+    stage: str | None  # the value of a Stage, or the name of an evaluation on request; None if none is named
 
 
 def place_in(text: str, form: str = "RUN[@ITERATION][:STAGE]") -> Place:

@@ -30,10 +30,8 @@ class ShownStage(BaseModel, frozen=True, extra="forbid"):
     """A committed stage and the identity of its manifest."""
 
     digest: str
-    retired: bool
-    """True if retention has deleted its parts."""
-    replaced: bool = False
-    """True for an evaluation of weights that a rerun has replaced since."""
+    retired: bool  # True if retention has deleted its parts
+    replaced: bool = False  # True for an evaluation of weights that a rerun has replaced since
     manifest: Manifest
 
 
@@ -43,12 +41,9 @@ class Shown(BaseModel, frozen=True, extra="forbid"):
     root: str
     run: str
     stages: tuple[ShownStage, ...]
-    head: int = 0
-    """The revision that the run consists of."""
-    reruns: tuple[Rerun, ...] = ()
-    """Finished stages that were asked to be done again, each as a revision."""
-    choices: tuple[Choice, ...] = ()
-    """Changes of the head, with their reasons, in the order of time."""
+    head: int = 0  # the revision that the run consists of
+    reruns: tuple[Rerun, ...] = ()  # finished stages that were asked to be done again, each as a revision
+    choices: tuple[Choice, ...] = ()  # changes of the head, with their reasons, in the order of time
 
     @classmethod
     def of(cls, root: str, stored: Contents, manifests: Sequence[Manifest]) -> "Shown":

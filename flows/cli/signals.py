@@ -9,8 +9,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Self
 
-LIMIT_SECONDS = 90.0
-"""Longest clean end. Most of it is waiting for a store that does not answer."""
+LIMIT_SECONDS = 90.0  # longest clean end. Most of it is waiting for a store that does not answer.
 
 _SAME_SECONDS = 1.0  # a closing terminal and the shell in it, or a service manager, send several signals for one reason
 

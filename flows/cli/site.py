@@ -29,8 +29,7 @@ Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 class Registered(BaseModel, frozen=True, extra="forbid"):
     """The deployments that `ratchet register` has registered."""
 
-    deployments: tuple[str, ...]
-    """As flow/deployment."""
+    deployments: tuple[str, ...]  # as flow/deployment
 
 
 def up_command(

@@ -26,20 +26,16 @@ class Stopped(BaseModel, frozen=True, extra="forbid"):
     """Result of `ratchet stop`."""
 
     run: str
-    process: int | None
-    """Id of the process that drove the run; None if none did."""
-    ended: bool
-    """True if no process of this machine drives the run now."""
-    released: int | None
-    """Processes that were ended on the cluster; None without a cluster."""
+    process: int | None  # id of the process that drove the run; None if none did
+    ended: bool  # True if no process of this machine drives the run now
+    released: int | None  # processes that were ended on the cluster; None without a cluster
 
 
 class Maintained(BaseModel, frozen=True, extra="forbid"):
     """Result of `ratchet maintain`."""
 
     maintenance: Maintenance
-    flow_runs: str | None
-    """Result for old flow runs of the site; None if that was not asked for."""
+    flow_runs: str | None  # result for old flow runs of the site; None if that was not asked for
 
 
 def rm_command(run: RunId, *, yes: Annotated[bool, flag("Do not ask.")] = False, common: Common = Common()) -> int:

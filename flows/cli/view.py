@@ -17,8 +17,7 @@ class Viewing(BaseModel, frozen=True, extra="forbid"):
     """A viewer that answers."""
 
     root: str
-    url: str
-    """Address with the token."""
+    url: str  # address with the token
 
 
 def view_command(

@@ -49,6 +49,37 @@ _FIELDS = {
 _LOOK_S = 5.0
 _WIDTH = 400  # of a line of progress
 
+logger = logging.getLogger(__name__)
+_LINES = 20
+_LONGEST = 500
+_LOGGER = "prefect.flow_runs"
+_MEMORY = (
+    "A rank or an engine needs more memory than there is: lower train.micro_batch_size or train.micro_batch_tokens, or "
+    "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
+    "file that the flow run was given and press Retry, or start another flow run with `settings`."
+)
+_CORRECT = "Retry alone cannot help: correct what is named, then start again with it or press Retry."
+_DAMAGED = "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."
+_REFUSES = "The store refuses: correct permission, space or address first, then press Retry."
+_LOST = (
+    "A process was lost more often than it is replaced without a person: press Retry to try again. If it is always the "
+    "same stage, look for its cause first: memory of the card or of the host, the process's own log."
+)
+_NUMERICS = "The numbers are not finite, and would be so again: change the learning rate, precision or data."
+_DIFFERS = "The engine does not hold what was trained: raise the limits in [sync] only if you know why."
+_NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, bool], ...] = (
+    (errors.StorageUnavailable, _REFUSES, False),
+    (errors.InputError, _CORRECT, False),
+    (errors.StorageInterrupted, "The store did not answer for long: press Retry once it does.", True),
+    ((errors.OutOfMemory, MemoryError), _MEMORY, False),
+    (errors.WorkerLost, _LOST, True),
+    (errors.NumericsError, _NUMERICS, False),
+    (errors.SyncMismatch, _DIFFERS, True),
+    (errors.StageFailed, "Correct what is named, then press Retry.", False),
+    ((errors.DigestMismatch, errors.PartMissing), _DAMAGED, False),
+    (errors.SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
+)  # by type of error: the first step, and whether Retry may help without it
+
 
 def form[**P, R](
     name: str, title: str | Callable[[], str], fields: Mapping[str, str] = MappingProxyType({})
@@ -71,15 +102,12 @@ def form[**P, R](
 class Asked:
     """The request of a flow run."""
 
-    run: str
-    """Id of the run, or a text for several."""
+    run: str  # id of the run, or a text for several
     root: str
-    will: str
-    """Description of the work, in one line: the first line of the log."""
+    will: str  # description of the work, in one line: the first line of the log
     retry: str = "repeats only the stage that failed, from what it has stored, and goes on"
     """Effect of Retry once a stage has begun."""
-    places: Mapping[str, str | None] = field(default_factory=dict)
-    """Other paths and URLs that were given, by parameter."""
+    places: Mapping[str, str | None] = field(default_factory=dict)  # other paths and URLs that were given, by parameter
     patience_minutes: float | None = None
     """Longest wait for another process that drives the run; None if the work does not need its lease."""
 
@@ -214,48 +242,11 @@ def _warn_of_versions(logger: "logging.Logger | logging.LoggerAdapter[Any]") -> 
         logger.warning(text, here, registered)
 
 
-logger = logging.getLogger(__name__)
-
-_LINES = 20
-_LONGEST = 500
-_LOGGER = "prefect.flow_runs"
-
-_MEMORY = (
-    "A rank or an engine needs more memory than there is: lower train.micro_batch_size or train.micro_batch_tokens, or "
-    "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
-    "file that the flow run was given and press Retry, or start another flow run with `settings`."
-)
-_CORRECT = "Retry alone cannot help: correct what is named, then start again with it or press Retry."
-_DAMAGED = "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."
-_REFUSES = "The store refuses: correct permission, space or address first, then press Retry."
-_LOST = (
-    "A process was lost more often than it is replaced without a person: press Retry to try again. If it is always the "
-    "same stage, look for its cause first: memory of the card or of the host, the process's own log."
-)
-_NUMERICS = "The numbers are not finite, and would be so again: change the learning rate, precision or data."
-_DIFFERS = "The engine does not hold what was trained: raise the limits in [sync] only if you know why."
-_NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, bool], ...] = (
-    (errors.StorageUnavailable, _REFUSES, False),
-    (errors.InputError, _CORRECT, False),
-    (errors.StorageInterrupted, "The store did not answer for long: press Retry once it does.", True),
-    ((errors.OutOfMemory, MemoryError), _MEMORY, False),
-    (errors.WorkerLost, _LOST, True),
-    (errors.NumericsError, _NUMERICS, False),
-    (errors.SyncMismatch, _DIFFERS, True),
-    (errors.StageFailed, "Correct what is named, then press Retry.", False),
-    ((errors.DigestMismatch, errors.PartMissing), _DAMAGED, False),
-    (errors.SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
-)
-"""By type of error: the first step, and whether Retry may help without it."""
-
-
 @dataclass(frozen=True)
 class Explained:
-    stage: str | None
-    """Stage under way; None if no stage was begun."""
+    stage: str | None  # stage under way; None if no stage was begun
     cause: str
-    kept: str
-    """Stored results, and the effect of Retry."""
+    kept: str  # stored results, and the effect of Retry
     first: str
 
     @property

@@ -110,10 +110,8 @@ class Here:
     """The flow run that asks, as the server knows it."""
 
     identity: str | None
-    moment: datetime
-    """Its scheduled start, in the time zone of its schedule."""
-    is_scheduled: bool = False
-    """True if a schedule started it."""
+    moment: datetime  # its scheduled start, in the time zone of its schedule
+    is_scheduled: bool = False  # True if a schedule started it
 
 
 def this_flow_run() -> Here:

@@ -30,8 +30,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by, changed_config, record_config, stored_config
 
 Table = dict[str, Any]
-Tables = dict[str, Table]
-"""Settings by section, as the form gives them."""
+Tables = dict[str, Table]  # settings by section, as the form gives them
 Again = Literal["rollout", "reward", "train", "weight-sync", "evaluate"]
 
 _LIMIT = 1 << 20  # iterations of a run, for a search that halves

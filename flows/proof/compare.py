@@ -18,8 +18,7 @@ from storage.unfinished import read_piece
 from tasks.stages.names import Stage
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
-_OF_ONE_PROCESS = ("seconds", "per_second", "_s")
-"""Name endings of metrics that measure the work and not its result."""
+_OF_ONE_PROCESS = ("seconds", "per_second", "_s")  # name endings of metrics that measure the work and not its result
 _OF_INTERRUPTIONS = ("sampled_again", "environment_failures")
 """Name beginnings of metrics that count what interrupted the work: a call that was open at a kill is a failure."""
 
@@ -29,26 +28,20 @@ class Difference(BaseModel, frozen=True, extra="forbid"):
 
     iteration: int
     stage: Stage
-    what: str
-    """Name of the tensor, metric, column or fact, and both values."""
+    what: str  # name of the tensor, metric, column or fact, and both values
 
     def __str__(self) -> str:
         return f"{self.stage} of iteration {self.iteration}: {self.what}"
 
 
 class Counts(BaseModel, frozen=True, extra="forbid"):
-    manifests: int = 0
-    """Committed stages, by the identity of their content."""
-    states: int = 0
-    """Train states, and their tensors of weights and of the optimizer."""
+    manifests: int = 0  # committed stages, by the identity of their content
+    states: int = 0  # train states, and their tensors of weights and of the optimizer
     weights: int = 0
     optimizer: int = 0
-    rng: int = 0
-    """States of random generators in them."""
-    rows: int = 0
-    """Rows of the tables of rollouts, rewards and evaluations."""
-    metrics: int = 0
-    """Figures of the stages, without those that measure time."""
+    rng: int = 0  # states of random generators in them
+    rows: int = 0  # rows of the tables of rollouts, rewards and evaluations
+    metrics: int = 0  # figures of the stages, without those that measure time
 
     @computed_field
     @property

@@ -33,6 +33,9 @@ Processes = Callable[[], Mapping[str, int]]
 """Process ids of the run's processes by victim name: `trainer-0`, `engine-0`, `core-0`, `worker-0`, `node`, and
 `environment-0`, the host of the environments of a rollout."""
 
+_ENVIRONMENT = "environment"
+_PLAYING = (Point.MID_RESPONSE, Point.MID_PART)  # of a rollout: the host of its environments is there
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -68,8 +71,7 @@ class Reached(BaseModel, frozen=True, extra="forbid"):
     stage: Stage
     iteration: int
     point: Point
-    process: int
-    """Process id of the flow."""
+    process: int  # process id of the flow
 
 
 class FaultFolder:
@@ -139,10 +141,6 @@ def injected(folder: Path | None, processes: Processes) -> Iterator[None]:
     faults = FaultFolder(folder)
     with kill_points.observed(lambda point, key: faults.observe(point, key, processes)):
         yield
-
-
-_ENVIRONMENT = "environment"
-_PLAYING = (Point.MID_RESPONSE, Point.MID_PART)  # of a rollout: the host of its environments is there
 
 
 def chosen(config: RunConfig, kills: int, seed: int, regenerate: bool) -> tuple[Fault, ...]:

@@ -24,8 +24,7 @@ from tasks.config.environment import with_faults
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 
-RUN = "proof"
-"""Id of the run, in both of its roots."""
+RUN = "proof"  # id of the run, in both of its roots
 
 _LINGER_S = 120.0  # Ray's agents take long to notice that their node was killed
 
@@ -36,48 +35,33 @@ class ProofOrder:
 
     config: RunConfig
     path: str
-    settings: tuple[str, ...]
-    """As given with --set; passed on to the processes that are started."""
-    root: str
-    """Root below which both runs are stored, each in a folder of its own."""
-    kills: int
-    """Number of kills at random points; ignored if points are given."""
-    seed: int
-    """Chooses the points, and the bit of `plant`."""
+    settings: tuple[str, ...]  # as given with --set; passed on to the processes that are started
+    root: str  # root below which both runs are stored, each in a folder of its own
+    kills: int  # number of kills at random points; ignored if points are given
+    seed: int  # chooses the points, and the bit of `plant`
     at: tuple[Fault, ...] = ()
-    regenerate: bool = False
-    """Let the interrupted run sample for itself instead of giving it the stored rollouts."""
-    plant: bool = False
-    """Flip one bit, to see the proof fail."""
+    regenerate: bool = False  # let the interrupted run sample for itself instead of giving it the stored rollouts
+    plant: bool = False  # flip one bit, to see the proof fail
 
 
 class ProofReport(Counts, frozen=True, extra="forbid"):
     """The result of `ratchet prove-resume`, as JSON."""
 
-    whole: str
-    """Root of the run that was not interrupted."""
-    interrupted: str
-    """Root of the run that was."""
-    iterations: int
-    """RL iterations compared, after iteration 0."""
+    whole: str  # root of the run that was not interrupted
+    interrupted: str  # root of the run that was
+    iterations: int  # RL iterations compared, after iteration 0
     rollouts: str
     """`stored`: both runs were trained on the same stored samples. `regenerated`: each sampled for itself."""
     kills_planned: int
     kills_delivered: int
-    points: tuple[str, ...]
-    """Points at which a process was killed, as STAGE@ITERATION:POINT:VICTIM."""
-    points_missed: tuple[str, ...]
-    """Points that were planned and never reached."""
-    starts: int
-    """Number of starts of the interrupted run."""
-    done_twice: tuple[str, ...]
-    """Stages that were begun again although they were committed."""
-    orphans: tuple[str, ...]
-    """Processes of the interrupted run that were still running after it."""
+    points: tuple[str, ...]  # points at which a process was killed, as STAGE@ITERATION:POINT:VICTIM
+    points_missed: tuple[str, ...]  # points that were planned and never reached
+    starts: int  # number of starts of the interrupted run
+    done_twice: tuple[str, ...]  # stages that were begun again although they were committed
+    orphans: tuple[str, ...]  # processes of the interrupted run that were still running after it
     planted: bool
     differences: tuple[str, ...]
-    determinism: str
-    """End of determinism, in words."""
+    determinism: str  # end of determinism, in words
 
     @computed_field
     @property

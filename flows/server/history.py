@@ -10,8 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import TERMINAL_STATES
 
-TAG = "ratchet"
-"""Tag of every deployment of a site, and so of every flow run that is a site's."""
+TAG = "ratchet"  # tag of every deployment of a site, and so of every flow run that is a site's
 
 _AT_ONCE = 50  # as many as the server deletes in one request
 

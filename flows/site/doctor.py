@@ -31,8 +31,7 @@ from tasks.config.environment import HEARTBEAT_S, Settings
 from tasks.rewards.sandbox import check_sandbox
 from tasks.workers.scratch import check_folders
 
-PORT = 4200
-"""Port of the server of `ratchet up` unless it is told otherwise."""
+PORT = 4200  # port of the server of `ratchet up` unless it is told otherwise
 SETTLES = timedelta(minutes=5)
 """A schedule that is younger may have no flow run planned yet: the server plans about once a minute."""
 
@@ -51,8 +50,7 @@ class Finding:
 
     check: str
     level: Level
-    text: str
-    """The fact, and the repair if there is something to repair."""
+    text: str  # the fact, and the repair if there is something to repair
 
 
 class Diagnosis(BaseModel, frozen=True, extra="forbid"):

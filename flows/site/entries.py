@@ -15,8 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_va
 
 from storage.errors import InputError
 
-SHORTEST_S = 60.0
-"""Least seconds between two flow runs of a schedule: Prefect looks for new ones about once a minute."""
+SHORTEST_S = 60.0  # least seconds between two flow runs of a schedule: Prefect looks for new ones about once a minute
 
 _OWN_RUNS = "retrain"  # the flow of which each flow run begins a run of its own
 
@@ -25,10 +24,8 @@ class ScheduleEntry(BaseModel, frozen=True, extra="forbid"):
     """A schedule of a deployment, identified by its slug; those made in the UI are left alone."""
 
     slug: str = Field(min_length=1)
-    cron: Annotated[str, AfterValidator(lambda text: _fires(text))] | None = None
-    """minute hour day month weekday."""
-    interval: Annotated[float, AfterValidator(lambda seconds: _not_too_short(seconds))] | None = None
-    """Seconds."""
+    cron: Annotated[str, AfterValidator(lambda text: _fires(text))] | None = None  # minute hour day month weekday
+    interval: Annotated[float, AfterValidator(lambda seconds: _not_too_short(seconds))] | None = None  # seconds
     timezone: Annotated[str, AfterValidator(lambda name: _exists(name))] | None = None
     active: bool = True
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -70,8 +67,7 @@ class DeploymentEntry(BaseModel, frozen=True, extra="forbid"):
     """A deployment, as Prefect's own `prefect deploy` reads it."""
 
     name: str
-    entrypoint: str
-    """module.function of a flow."""
+    entrypoint: str  # module.function of a flow
     description: str | None = None
     tags: tuple[str, ...] = ()
     parameters: dict[str, Any] = Field(default_factory=dict)

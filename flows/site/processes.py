@@ -23,8 +23,7 @@ from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT, code_version
 from tasks.config.environment import site_mark
 
-HOST = "127.0.0.1"
-"""Address of the server."""
+HOST = "127.0.0.1"  # address of the server
 
 _USER = "admin"
 _OWNER_ONLY = 0o600
@@ -36,13 +35,10 @@ _SAME_S = 0.05
 class RunningProcess(BaseModel, frozen=True, extra="forbid"):
     """A process that `ratchet up` has started."""
 
-    role: str
-    """server or worker."""
+    role: str  # server or worker
     process: int
-    started: float
-    """Its start time, seconds since the epoch, which tells it from a later process with the same id."""
-    version: str
-    """Version of Ratchet that it runs."""
+    started: float  # its start time, seconds since the epoch, which tells it from a later process with the same id
+    version: str  # version of Ratchet that it runs
 
 
 class SiteRecord(BaseModel, frozen=True, extra="forbid"):

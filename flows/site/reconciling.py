@@ -15,10 +15,8 @@ from prefect.states import AwaitingRetry, Cancelled, Failed, Scheduled
 
 from flows.server.history import those
 
-AGAIN = "AwaitingRetryAfterCrash"
-"""Name of the state in which a flow run is tried again after a crash."""
-LIMIT = 3
-"""Most tries after crashes, until a person presses Retry."""
+AGAIN = "AwaitingRetryAfterCrash"  # name of the state in which a flow run is tried again after a crash
+LIMIT = 3  # most tries after crashes, until a person presses Retry
 QUIET_S = 10.0
 """A crash is acted on after this long.
 

@@ -39,10 +39,8 @@ from tasks.config.environment import HEARTBEAT_S, resolve
 POOL = "ratchet"
 TRAINING, UPKEEP = "default", "upkeep"
 """Queues of the pool: for training, and for work that does not wait for it, such as maintenance and evaluations."""
-SILENCE_S = 3 * HEARTBEAT_S
-"""A flow run is declared dead after this long without a heartbeat."""
-OFF = "off"
-"""In place of a URL: no notification any more."""
+SILENCE_S = 3 * HEARTBEAT_S  # a flow run is declared dead after this long without a heartbeat
+OFF = "off"  # in place of a URL: no notification any more
 AUTOMATION = "ratchet: a flow run that failed notifies"
 
 _UPKEEP_AT_ONCE = 2
@@ -57,8 +55,7 @@ _PAYLOAD = (
     f'{{"text": {{{{ {_TEXT} | tojson }}}}, "flow": {{{{ flow.name | tojson }}}}, '
     '"flow_run": {{ flow_run.name | tojson }}, "state": {{ flow_run.state.name | tojson }}, '
     '"url": {{ flow_run | ui_url | tojson }}}'
-)
-"""`text` is what Slack, Mattermost and others show."""
+)  # `text` is what Slack, Mattermost and others show
 
 
 def register(deployments: Deployments, at_once: int | None, webhook: str | None = None) -> tuple[str, ...]:

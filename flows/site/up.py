@@ -37,13 +37,10 @@ _LOOK_S = 2.0
 class Wanted:
     """Options of the command line."""
 
-    deployments: Path
-    """A file in the format of prefect.yaml."""
+    deployments: Path  # a file in the format of prefect.yaml
     port: int = 4200
-    database: str | None = None
-    """URL of the server's database; None keeps what the site has."""
-    at_once: int | None = None
-    """Flow runs that the worker executes at the same time."""
+    database: str | None = None  # URL of the server's database; None keeps what the site has
+    at_once: int | None = None  # flow runs that the worker executes at the same time
     notify: str | None = None
     """URL of a webhook that is told of each flow run that ends red; `off` ends that; None keeps what the site has."""
 
@@ -53,22 +50,17 @@ class Site(BaseModel, frozen=True, extra="forbid"):
 
     api: str
     ui: str
-    secret_file: str
-    """File with the text that the browser asks for."""
-    client_file: str
-    """Shell file with the settings for Prefect's own commands."""
-    deployments: tuple[str, ...]
-    """Registered deployments, as flow/deployment."""
-    started: tuple[str, ...]
-    """Processes that this command has started."""
+    secret_file: str  # file with the text that the browser asks for
+    client_file: str  # shell file with the settings for Prefect's own commands
+    deployments: tuple[str, ...]  # registered deployments, as flow/deployment
+    started: tuple[str, ...]  # processes that this command has started
 
 
 class Ended(BaseModel, frozen=True, extra="forbid"):
     """Processes that `ratchet down` has ended."""
 
     ended: tuple[str, ...]
-    gone: tuple[str, ...]
-    """Processes of the record that had already ended."""
+    gone: tuple[str, ...]  # processes of the record that had already ended
 
 
 def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site:

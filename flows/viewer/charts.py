@@ -16,8 +16,7 @@ _DOTS = 150  # points of a line up to which each is a link
 _BINS = 20
 _TICKS = 4
 
-Series = Mapping[str, Sequence[Row]]
-"""The rows of each run, by its name."""
+Series = Mapping[str, Sequence[Row]]  # the rows of each run, by its name
 
 
 @dataclass(frozen=True)
@@ -36,13 +35,10 @@ class Line:
     """One run in a chart."""
 
     run: str
-    number: int
-    """Place among the runs, by which it has a colour and dashes."""
-    paths: tuple[str, ...]
-    """Points of each polyline; a line ends where values are not comparable."""
+    number: int  # place among the runs, by which it has a colour and dashes
+    paths: tuple[str, ...]  # points of each polyline; a line ends where values are not comparable
     dots: tuple[Dot, ...]
-    words: str
-    """Description of its course."""
+    words: str  # description of its course
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,8 @@ class Chart:
 
     title: str
     lines: tuple[Line, ...]
-    ticks: tuple[tuple[float, str], ...]
-    """Height and number of each line of the grid."""
-    steps: tuple[tuple[float, str], ...]
-    """Place and number of iterations on the axis."""
+    ticks: tuple[tuple[float, str], ...]  # height and number of each line of the grid
+    steps: tuple[tuple[float, str], ...]  # place and number of iterations on the axis
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from tasks.config.stored import stored_config
 from tasks.data.tokenizer import StoredTexts
 from tasks.stages.names import Stage
 
-TOKENS = 3000
-"""Most tokens on one page."""
+TOKENS = 3000  # most tokens on one page
 _BEFORE = 4  # tokens that are decoded with a token: some tokenizers need those before it for its blanks
 _UNCERTAIN = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)  # nat: edges between the shades of surprise
 _VERSIONS = 4  # shades of weight versions
@@ -50,8 +49,7 @@ class Token:
     logprob: float
     version: int
     advantage: float | None
-    shade: str
-    """Class of its colour."""
+    shade: str  # class of its colour
 
     @property
     def words(self) -> str:
@@ -80,18 +78,15 @@ class Turn:
 class TokenPage:
     """A sample with its tokens."""
 
-    row: dict[str, Any]
-    """Its row of the archive's schema."""
+    row: dict[str, Any]  # its row of the archive's schema
     prompt: str | None
     advantage: float | None
     finish_reason: str | None
     versions: tuple[int, ...]
-    siblings: tuple[int, ...]
-    """Numbers of all samples of the prompt."""
+    siblings: tuple[int, ...]  # numbers of all samples of the prompt
     turns: tuple[Turn, ...]
     begin: int
-    count: int
-    """Tokens of the response."""
+    count: int  # tokens of the response
 
 
 def read_all(root: Root, run: str, iteration: int) -> Scored:

@@ -18,8 +18,7 @@ from tasks.config.credentials import shown_text
 from tasks.config.retrain import RetrainSection
 from tasks.stages.selecting import Rollout, rollouts
 
-SHOWN = 100
-"""Most samples of an answer."""
+SHOWN = 100  # most samples of an answer
 ORDERS = {"stored": "as they were sampled", "best": "highest reward first", "worst": "lowest reward first"}
 _COLUMNS = ["iteration", "prompt_id", "sample_id", "reward", "status"]
 _NONE = pa.table({})
@@ -57,12 +56,9 @@ class Answer:
 
     examined: int
     found: int
-    unscored: tuple[int, ...]
-    """Iterations that were left out, because they are not scored yet."""
-    counts: tuple[tuple[int, int], ...]
-    """Samples that were found by iteration; those without any are left out."""
-    rows: tuple[dict, ...]
-    """The first SHOWN of them."""
+    unscored: tuple[int, ...]  # iterations that were left out, because they are not scored yet
+    counts: tuple[tuple[int, int], ...]  # samples that were found by iteration; those without any are left out
+    rows: tuple[dict, ...]  # the first SHOWN of them
 
 
 class Columns:

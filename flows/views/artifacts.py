@@ -24,8 +24,7 @@ from storage import layout
 from tasks.config.credentials import shown_text
 from tasks.stages.names import Stage
 
-WINDOW = 100
-"""Iterations in a table: the last ones. All of them are in the run's metrics file."""
+WINDOW = 100  # iterations in a table: the last ones. All of them are in the run's metrics file.
 
 _FIGURES = ("reward", "held_out_reward", "pass_rate", "kl", "entropy", "grad_norm", "tokens_per_second", "seconds")
 _LONGEST = 2000  # characters of a text in a table

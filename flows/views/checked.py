@@ -23,6 +23,10 @@ from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, rank_bytes
 from tasks.workers.scratch import check_folders
 from trainer_core.config import Device
 
+_NAMED = 8
+_FIRST_TOKENS, _LAST_TOKENS = 300, 100
+_PROMPT, _TRAINED = "cyan", "green"
+
 
 class Needs(BaseModel, frozen=True, extra="forbid"):
     """Processes, and bytes, of a run. Activations, and what libraries take for themselves, are not counted."""
@@ -31,19 +35,14 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     ranks: int
     engines: int
     reward_processes: int
-    parameters: int
-    """Weights of the model."""
+    parameters: int  # weights of the model
     rank_bytes: int
     """Memory of one trainer rank: weights, gradients and optimizer of the model and of a critic, and the weights of a
     reference and of a teacher."""
-    engine_bytes: int
-    """Memory of one engine: weights and key-value cache."""
-    stored_bytes: int
-    """Disk for what is stored once: model, teacher and prompts."""
-    state_bytes: int
-    """Disk for the train state of one iteration; one is in shared memory too while the run is driven."""
-    states_kept: int
-    """Train states kept at the end, by `[storage]`."""
+    engine_bytes: int  # memory of one engine: weights and key-value cache
+    stored_bytes: int  # disk for what is stored once: model, teacher and prompts
+    state_bytes: int  # disk for the train state of one iteration; one is in shared memory too while the run is driven
+    states_kept: int  # train states kept at the end, by `[storage]`
 
 
 def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int, teacher: int = 0) -> Needs:
@@ -69,11 +68,6 @@ def _states_kept(config: RunConfig) -> int:
     )
 
 
-_NAMED = 8
-_FIRST_TOKENS, _LAST_TOKENS = 300, 100
-_PROMPT, _TRAINED = "cyan", "green"
-
-
 class Token(BaseModel, frozen=True, extra="forbid"):
     id: int
     text: str
@@ -86,37 +80,28 @@ class Example(BaseModel, frozen=True, extra="forbid"):
     prompt: str
     tokens: tuple[Token, ...]
     answer: str | None
-    trained: tuple[Token, ...] | None = None
-    """Tokens that the warm-up trains on, after the prompt."""
+    trained: tuple[Token, ...] | None = None  # tokens that the warm-up trains on, after the prompt
     kind: str = ""
     """Of the first record with something that not every record has: tools, tool calls, reasoning, a system text."""
 
 
 class SourceCount(BaseModel, frozen=True, extra="forbid"):
-    table: str
-    """train, held_out or warmup."""
+    table: str  # train, held_out or warmup
     source: str
     prompts: int
-    dropped: int
-    """Prompts that were too long."""
+    dropped: int  # prompts that were too long
 
 
 class Checked(BaseModel, frozen=True, extra="forbid"):
     """A configuration that can be run."""
 
-    example: Example
-    """The first training prompt."""
-    solved: Example | None
-    """The first example of the warm-up, if there is one."""
-    kinds: tuple[Example, ...]
-    """The first record of each kind, where that is another one."""
-    longest: int
-    """Tokens of the longest training prompt."""
-    context: int
-    """Longest sequence, prompt and response, in tokens."""
+    example: Example  # the first training prompt
+    solved: Example | None  # the first example of the warm-up, if there is one
+    kinds: tuple[Example, ...]  # the first record of each kind, where that is another one
+    longest: int  # tokens of the longest training prompt
+    context: int  # longest sequence, prompt and response, in tokens
     stop_tokens: tuple[Token, ...]
-    left_out: tuple[Token, ...]
-    """Other tokens that the texts of responses lack, which rewards and people see."""
+    left_out: tuple[Token, ...]  # other tokens that the texts of responses lack, which rewards and people see
     sources: tuple[SourceCount, ...]
     reward: tuple[str, ...]
     """The reward's calls on a few records: their own answer and a wrong one. None if reward.try is false."""

@@ -20,10 +20,8 @@ _DURATIONS = "seconds"  # end of their names
 
 class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
     run: str
-    iteration: int
-    """Iteration whose weights answered."""
-    replaced: bool = False
-    """True if a rerun has replaced these weights since: then nothing is compared with it."""
+    iteration: int  # iteration whose weights answered
+    replaced: bool = False  # True if a rerun has replaced these weights since: then nothing is compared with it
     manifest: str
     stored: str
     finished: datetime
@@ -31,16 +29,12 @@ class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
     figures: dict[str, float | None]
     """`greedy/reward`, `greedy/pass@1`, `sampled/pass@K` and so on, those of a data source as `greedy/SOURCE/reward`;
     `errors` and `timeouts` count answers without a score."""
-    passing: str | None = None
-    """The condition by which answers pass; None if it is not known which do."""
-    scored_by: str = ""
-    """Identity of the reward: figures of two rewards are not compared."""
+    passing: str | None = None  # the condition by which answers pass; None if it is not known which do
+    scored_by: str = ""  # identity of the reward: figures of two rewards are not compared
     before: int | None = None
     """Iteration of the newest earlier evaluation with the same settings and reward, which `change` is against."""
-    apart: int | None = None
-    """Iteration of a newer one with the same settings that another reward has scored."""
-    change: dict[str, float] = {}
-    """Difference of each figure from that one."""
+    apart: int | None = None  # iteration of a newer one with the same settings that another reward has scored
+    change: dict[str, float] = {}  # difference of each figure from that one
 
 
 def evaluations(root: Root, run: str) -> list[EvaluationRecord]:

@@ -23,6 +23,16 @@ from tasks.stages.views import Selected
 
 Metrics = Mapping[str, Mapping[str, float | None]]
 
+_WHOLE = 1.0
+PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+"""Stages of iteration 0, in their order, and of every other; the `train` of iteration 0 is the supervised warm-up."""
+PLOT = "curves.png"
+_SELECTING = (Stage.SELECT, Stage.RESCORE)  # of a run on stored samples only
+_UNSCORED = ("errors", "timeouts", "non_finite")
+_READERS = 16
+_WARM = 3  # first iteration that counts for the median duration: earlier ones also start processes and fill caches
+
 
 class Trouble(StrEnum):
     """A sign that an iteration teaches nothing."""
@@ -30,8 +40,7 @@ class Trouble(StrEnum):
     EQUAL_GROUPS = "equal-groups"
     ZERO_GRADIENT = "zero-gradient"
     TRUNCATED = "truncated"
-    NEVER_STOPPED = "never-stopped"
-    """Of a run: every iteration was truncated."""
+    NEVER_STOPPED = "never-stopped"  # of a run: every iteration was truncated
 
 
 EXPLANATIONS = {
@@ -43,9 +52,7 @@ EXPLANATIONS = {
     "answers",
     Trouble.NEVER_STOPPED: "no response has ever ended with a stop token. Check the stop tokens of the model, or raise "
     "rollout.max_tokens",
-}
-"""Meaning of each sign, and possible remedies."""
-_WHOLE = 1.0
+}  # meaning of each sign, and possible remedies
 
 
 def troubles_of(metrics: Metrics) -> tuple[Trouble, ...]:
@@ -69,56 +76,30 @@ def run_troubles(troubles: Sequence[tuple[int, Sequence[Trouble]]]) -> tuple[str
     return tuple(lines)
 
 
-PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
-ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
-"""Stages of iteration 0, in their order, and of every other; the `train` of iteration 0 is the supervised warm-up."""
-
-PLOT = "curves.png"
-
-_SELECTING = (Stage.SELECT, Stage.RESCORE)  # of a run on stored samples only
-_UNSCORED = ("errors", "timeouts", "non_finite")
-_READERS = 16
-_WARM = 3
-"""First iteration that counts for the median duration: earlier ones also start processes and fill caches."""
-
-
 class IterationRecord(BaseModel, frozen=True, extra="forbid"):
     """One iteration for people; a figure is None if its stage is not done or does not report it."""
 
-    iteration: int
-    """0 is the preparation."""
-    done: tuple[Stage, ...]
-    """Committed stages, in the order of work."""
-    stage_seconds: dict[Stage, float]
-    """Duration of each committed stage, without starts of processes."""
-    start_seconds: float = 0.0
-    """Time in which its stages waited for processes that were just started."""
-    seconds: float
-    """Time spent, including the time between stages, but not the time between two processes."""
-    reward: float | None
-    """Mean reward of the sampled responses."""
+    iteration: int  # 0 is the preparation
+    done: tuple[Stage, ...]  # committed stages, in the order of work
+    stage_seconds: dict[Stage, float]  # duration of each committed stage, without starts of processes
+    start_seconds: float = 0.0  # time in which its stages waited for processes that were just started
+    seconds: float  # time spent, including the time between stages, but not the time between two processes
+    reward: float | None  # mean reward of the sampled responses
     held_out_reward: float | None
     """Mean reward of greedy answers to held-out prompts, after the weights of this iteration were synced."""
-    pass_rate: float | None
-    """Share of these answers that pass; None if it is not known which do."""
+    pass_rate: float | None  # share of these answers that pass; None if it is not known which do
     passing: str | None
     kl: float | None
     """Mean KL divergence of the policy before the step from the one after it, KL(before || after), nat per token. It is
     measured, whether or not a KL to the reference is in the loss."""
-    entropy: float | None
-    """Mean entropy of the policy, nat per token."""
-    grad_norm: float | None
-    """Norm of the gradient before clipping."""
-    tokens_per_second: float | None
-    """Response tokens per second while sampling."""
-    turns: float | None = None
-    """Mean number of the policy's answers in a conversation; None without environments."""
-    environment_failures: int = 0
-    """Failures of environments in the rollout, with those that a fresh one made good."""
+    entropy: float | None  # mean entropy of the policy, nat per token
+    grad_norm: float | None  # norm of the gradient before clipping
+    tokens_per_second: float | None  # response tokens per second while sampling
+    turns: float | None = None  # mean number of the policy's answers in a conversation; None without environments
+    environment_failures: int = 0  # failures of environments in the rollout, with those that a fresh one made good
     unscored: dict[str, int] = {}
     """Samples that have no reward, by the reason: errors, timeouts, non_finite. Empty if all have one."""
-    troubles: tuple[Trouble, ...] = ()
-    """Signs that nothing can be learned from it."""
+    troubles: tuple[Trouble, ...] = ()  # signs that nothing can be learned from it
     row: Row
 
 

@@ -25,8 +25,7 @@ from flows.views.progress import portion_text
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 
-EVERY_S = 3.0
-"""Least time between two updates of the page."""
+EVERY_S = 3.0  # least time between two updates of the page
 
 _LATE_S = 20.0  # no answer for so long counts as away
 _END_S = 5.0

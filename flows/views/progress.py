@@ -46,8 +46,7 @@ class Progress:
         self._run = run
         self._iterations = iterations
         self._finished = 0
-        self.stage: str | None = None
-        """The stage that began last, and its iteration."""
+        self.stage: str | None = None  # the stage that began last, and its iteration
         self._doing = "starting"
         self._since = time.monotonic()
         self._listeners: list[Callable[[IterationRecord], object]] = []

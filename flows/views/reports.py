@@ -33,6 +33,12 @@ from tasks.stages.names import Stage
 
 Say = Callable[[str], object]
 
+Publish = Callable[[Samples], object]
+_PLOT_SECONDS = 15.0
+_PLOT_SHARE = 20.0  # drawing takes at most this fraction of the time
+_LINGER_SECONDS = 30.0
+_INTERRUPTED_SECONDS = 2.0
+
 
 class Lane:
     """Jobs one after another. A job that fails does not keep the next from being tried."""
@@ -84,14 +90,6 @@ def _line(error: BaseException) -> str:
     installed = (str(PROJECT_ROOT), *set(sysconfig.get_paths().values()))
     lines = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(installed)]
     return f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
-
-
-Publish = Callable[[Samples], object]
-
-_PLOT_SECONDS = 15.0
-_PLOT_SHARE = 20.0  # drawing takes at most this fraction of the time
-_LINGER_SECONDS = 30.0
-_INTERRUPTED_SECONDS = 2.0
 
 
 def write_report(root: Root, run: str) -> bytes:

@@ -33,26 +33,19 @@ Rows = NDArray[np.int64]
 
 class Sample(BaseModel, frozen=True, extra="forbid"):
     prompt_id: str
-    sample_id: int
-    """Number within its prompt group."""
-    prompt: str | None
-    """Text of the prompt; None if it is not stored."""
+    sample_id: int  # number within its prompt group
+    prompt: str | None  # text of the prompt; None if it is not stored
     response: str | None
     """Text of the response, without stop, padding and BOS tokens; None if the run's tokenizer is not known."""
-    reward: float | None
-    """None if it is not scored, or could not be."""
+    reward: float | None  # None if it is not scored, or could not be
     components: dict[str, float | None] | None
-    status: str | None
-    """Outcome of scoring: ok, or the reason why there is no reward; None if it is not scored yet."""
-    detail: str | None
-    """Error of scoring, in words."""
+    status: str | None  # outcome of scoring: ok, or the reason why there is no reward; None if it is not scored yet
+    detail: str | None  # error of scoring, in words
     advantage: float | None
     """Its reward relative to its group, as the trainer computes it; None if it is not scored yet."""
-    finish_reason: str | None
-    """stop, length or abort; None if no turn was sampled."""
+    finish_reason: str | None  # stop, length or abort; None if no turn was sampled
     tokens: int
-    weight_versions: tuple[int, ...]
-    """Iterations whose weights sampled it, oldest first."""
+    weight_versions: tuple[int, ...]  # iterations whose weights sampled it, oldest first
 
     @property
     def versions(self) -> str:
@@ -63,8 +56,7 @@ class Samples(BaseModel, frozen=True, extra="forbid"):
     root: str
     run: str
     iteration: int
-    total: int
-    """Samples of the iteration."""
+    total: int  # samples of the iteration
     samples: tuple[Sample, ...]
 
 
@@ -72,14 +64,10 @@ class Samples(BaseModel, frozen=True, extra="forbid"):
 class Choice:
     """A choice of samples of an iteration; each field adds some."""
 
-    best: int = 0
-    """With the highest rewards."""
-    worst: int = 0
-    """With the lowest rewards; a sample without a reward is neither."""
-    prompt: str | None = None
-    """All of this prompt."""
-    random: int = 0
-    """Drawn with `seed`."""
+    best: int = 0  # with the highest rewards
+    worst: int = 0  # with the lowest rewards; a sample without a reward is neither
+    prompt: str | None = None  # all of this prompt
+    random: int = 0  # drawn with `seed`
     seed: int = 0
 
     def rows(self, prompts: Sequence[str], rewards: NDArray[np.float64]) -> Rows:
@@ -153,8 +141,7 @@ def chosen(
 class Scored:
     """All samples of an iteration."""
 
-    table: pa.Table
-    """Schema `storage.upkeep.archive.SAMPLES`, without texts."""
+    table: pa.Table  # schema `storage.upkeep.archive.SAMPLES`, without texts
     advantages: NDArray[np.float32] | None
     """(N,) as the trainer computes them; None if nothing is scored yet, or the loss weighs none."""
 

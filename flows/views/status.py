@@ -37,8 +37,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import read_config
 from tasks.stages.names import Stage
 
-SHORT = 20
-"""A run with at most so many iterations is read as a whole."""
+SHORT = 20  # a run with at most so many iterations is read as a whole
 _NEWEST = 4
 _READERS = 4
 
@@ -48,21 +47,16 @@ class Change(BaseModel, frozen=True, extra="forbid"):
 
     first: float | None = None
     last: float | None = None
-    since: int | None = None
-    """Iteration of `first`."""
-    apart: bool = False
-    """True if there are earlier values, of another reward function or of other limits."""
+    since: int | None = None  # iteration of `first`
+    apart: bool = False  # True if there are earlier values, of another reward function or of other limits
 
 
 class Changes(BaseModel, frozen=True, extra="forbid"):
     """The figures of a run that are compared."""
 
-    reward: Change
-    """Mean reward of the samples."""
-    held_out_reward: Change
-    """Mean reward of greedy answers to held-out prompts."""
-    pass_rate: Change
-    """Share of these answers that pass."""
+    reward: Change  # mean reward of the samples
+    held_out_reward: Change  # mean reward of greedy answers to held-out prompts
+    pass_rate: Change  # share of these answers that pass
     passing: str | None
 
 
@@ -115,29 +109,20 @@ class StageStatus(BaseModel, frozen=True, extra="forbid"):
 class RunStatus(BaseModel, frozen=True, extra="forbid"):
     run: str
     root: str
-    iterations: int
-    """RL iterations that are complete."""
-    asked: int
-    """RL iterations that the run was started with, or that it has, if a continuation has asked for more."""
-    complete: bool
-    """True if all requested iterations are done."""
-    revision: int = 0
-    """The head: the revision that all of this is about. It rises when a finished stage is done again."""
-    redoing: str | None = None
-    """The finished stage that is being done again, if that is not finished."""
-    current: int | None
-    """The first iteration that is not complete; None if all are."""
+    iterations: int  # RL iterations that are complete
+    asked: int  # RL iterations that the run was started with, or that it has, if a continuation has asked for more
+    complete: bool  # True if all requested iterations are done
+    revision: int = 0  # the head: the revision that all of this is about. It rises when a finished stage is done again.
+    redoing: str | None = None  # the finished stage that is being done again, if that is not finished
+    current: int | None  # the first iteration that is not complete; None if all are
     stages: tuple[StageStatus, ...]
     changes: Changes
     """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
-    seconds_per_iteration: float | None
-    """Median duration of the iterations in `history` after the second."""
+    seconds_per_iteration: float | None  # median duration of the iterations in `history` after the second
     warnings: tuple[str, ...]
     """Signs in `history` that the run may not learn, and figures that are not compared; a line each."""
-    report: str | None
-    """URL of the plot, once there is one."""
-    history: tuple[IterationRecord, ...]
-    """The iterations that have begun: all, or of a long run the newest."""
+    report: str | None  # URL of the plot, once there is one
+    history: tuple[IterationRecord, ...]  # the iterations that have begun: all, or of a long run the newest
 
 
 def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
@@ -181,11 +166,9 @@ def _stages(
 class Newest:
     """The state of a run, without reading all of it."""
 
-    records: tuple[IterationRecord, ...]
-    """The newest iterations that have begun, or all."""
+    records: tuple[IterationRecord, ...]  # the newest iterations that have begun, or all
     first: int
-    last: int
-    """The last iteration that is requested or has begun."""
+    last: int  # the last iteration that is requested or has begun
     changes: Changes
 
 

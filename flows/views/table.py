@@ -22,11 +22,9 @@ from storage.manifest import Manifest
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.stages.names import Stage
 
-STEP = "step/"
-"""Prefix of the metrics of single steps, which have a file of their own."""
+STEP = "step/"  # prefix of the metrics of single steps, which have a file of their own
 
-SECONDS = "seconds"
-"""Column with the duration of the iteration, as `IterationRecord.seconds`."""
+SECONDS = "seconds"  # column with the duration of the iteration, as `IterationRecord.seconds`
 
 EVALUATED_BY = "evaluated_by"
 TEXTS = (SCORED_BY, EVALUATED_BY, PASS)
@@ -39,15 +37,15 @@ _SHORT = 6
 _READABLE = 40  # characters of the functions' names
 _DURATIONS = ("seconds", "_s")
 
+_UPLOAD_S = 15.0  # least time between two uploads where a file can only be replaced as a whole
+_SHARE = 20.0  # an upload takes at most this fraction of the time
+
 
 class Row(BaseModel, frozen=True, extra="forbid"):
     iteration: int
-    finished: datetime
-    """End of its last stage (UTC)."""
-    values: dict[str, float]
-    """By column, STAGE/METRIC; a metric that is missing or not finite has no entry."""
-    texts: dict[str, str] = {}
-    """By column, what values may be compared with; see TEXTS."""
+    finished: datetime  # end of its last stage (UTC)
+    values: dict[str, float]  # by column, STAGE/METRIC; a metric that is missing or not finite has no entry
+    texts: dict[str, str] = {}  # by column, what values may be compared with; see TEXTS
 
 
 def row_of(manifests: Sequence[Manifest], seconds: float) -> Row:
@@ -212,10 +210,6 @@ class MetricsFile:
     def flush(self) -> None:
         """Upload what was not uploaded yet."""
         self._file.flush()
-
-
-_UPLOAD_S = 15.0  # least time between two uploads where a file can only be replaced as a whole
-_SHARE = 20.0  # an upload takes at most this fraction of the time
 
 
 class GrowingFile:

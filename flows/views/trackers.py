@@ -39,8 +39,7 @@ _NEEDED = {"begin": "the run", "log": "a row", "end": "True or False"}
 class TrackedRun:
     root: Root
     name: str
-    tracker: str
-    """Name of the tracker, below which its position is stored."""
+    tracker: str  # name of the tracker, below which its position is stored
 
     @functools.cached_property
     def identity(self) -> str:

@@ -14,19 +14,15 @@ class Stored(NamedTuple):
 
     key: str
     bytes: int
-    modified: datetime
-    """Time of the last write or touch, by the store's clock (with a time zone)."""
+    modified: datetime  # time of the last write or touch, by the store's clock (with a time zone)
 
 
 class Upload(NamedTuple):
     """A multipart upload that was neither finished nor aborted. It costs money and is in no listing of objects."""
 
-    key: str
-    """Key of the object that it was to become."""
-    id: str
-    """The store's id of it."""
-    started: datetime
-    """Time of its beginning, by the store's clock."""
+    key: str  # key of the object that it was to become
+    id: str  # the store's id of it
+    started: datetime  # time of its beginning, by the store's clock
 
 
 class Backend(ABC):
@@ -36,16 +32,11 @@ class Backend(ABC):
     storage.backends.conformance URL` checks all of it. A method raises FileNotFoundError for an object that is not
     there, and OSError or one of `failures` if it fails."""
 
-    failures: tuple[type[Exception], ...] = ()
-    """Exceptions of the store's client besides OSError."""
-    links: bool = False
-    """True if a copy within the store shares the content with its original, and takes no space."""
-    appends: bool = False
-    """True if the store can add to the end of an object."""
-    repeats_files: bool = True
-    """True if storing a file may be repeated after it failed."""
-    folder: Path | None = None
-    """The local folder that holds the objects under their keys, if there is one."""
+    failures: tuple[type[Exception], ...] = ()  # exceptions of the store's client besides OSError
+    links: bool = False  # True if a copy within the store shares the content with its original, and takes no space
+    appends: bool = False  # True if the store can add to the end of an object
+    repeats_files: bool = True  # True if storing a file may be repeated after it failed
+    folder: Path | None = None  # the local folder that holds the objects under their keys, if there is one
 
     def __init__(self, url: str) -> None:  # noqa: B027 - nothing, by default
         """The store at a URL, whose part before `://` names this class."""

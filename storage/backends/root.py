@@ -38,6 +38,13 @@ _LONGEST_PAUSE = 5.0
 _SILENT_S = 5.0  # shorter outages are not logged
 CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 
+GROUP = "ratchet.stores"
+OURS: dict[str, Callable[..., Backend]] = {
+    "file": LocalFiles, "local": LocalFiles, "s3": ObjectStore, "s3a": ObjectStore,
+}  # fmt: skip
+"""Our backends, by scheme."""
+_GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a backend of your own"
+
 
 @dataclass(frozen=True)
 class Root:
@@ -281,14 +288,6 @@ def _said_once(patience: float) -> Callable[[RetryCallState], None]:
             logger.warning("the store does not answer (%s): waiting for it, up to %g s", said[0], patience)
 
     return say
-
-
-GROUP = "ratchet.stores"
-OURS: dict[str, Callable[..., Backend]] = {
-    "file": LocalFiles, "local": LocalFiles, "s3": ObjectStore, "s3a": ObjectStore,
-}  # fmt: skip
-"""Our backends, by scheme."""
-_GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a backend of your own"
 
 
 def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
