@@ -104,5 +104,5 @@ def _digests(store: Root, chosen: Chosen, say: Callable[[str], object]) -> dict[
     try:
         return stored_digests(store, chosen)
     except InputError as error:
-        say(f"tensors are not named, only digests compared: {error}")
+        say(f"the differing tensors cannot be named, because only digests were compared: {error}")
         return None

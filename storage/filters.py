@@ -191,7 +191,7 @@ class _Parser:
         values = [self._member(left)]
         while self._takes(","):
             values.append(self._member(left))
-        self._expect(")", "it ends the values after 'in'")
+        self._expect(")", "it closes the values after 'in'")
         return _any([mine == theirs for mine, theirs in (_alike(left, value) for value in values)])
 
     def _member(self, left: _Value) -> _Value:

@@ -119,7 +119,7 @@ def test_a_complete_run_has_nothing_to_do(run, capsys):
     done = asyncio.run(cell())
     assert (done.run, done.iterations) == (run.name, 2)
     assert done.report is not None
-    assert "nothing is done: run small has all 2 iterations that are asked for" in capsys.readouterr().err
+    assert "nothing to do: run small already has all 2 iterations" in capsys.readouterr().err
 
 
 def test_within_a_running_event_loop_nothing_runs_in_it(run):

@@ -139,10 +139,11 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
 
 def nothing_done(status: RunStatus, asked: int, retrains: bool) -> str:
     """Explain that a complete run does nothing, and name the option that continues it."""
-    more = "" if retrains else f"; --iterations {status.iterations + 1}, or more, goes on"
+    more = "" if retrains else f"; --iterations {status.iterations + 1} or more continues it"
     if status.iterations > asked:
-        return f"nothing is done: {asked} iterations are asked for, and run {status.run} has {status.iterations}{more}"
-    return f"nothing is done: run {status.run} has all {asked} iterations that are asked for{more}"
+        done = f"run {status.run} already has {status.iterations}"
+        return f"nothing to do: {asked} iterations are asked for, and {done}{more}"
+    return f"nothing to do: run {status.run} already has all {asked} iterations{more}"
 
 
 def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:

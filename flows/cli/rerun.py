@@ -31,7 +31,8 @@ def rerun_command(
     *,
     reason: Annotated[str | None, Parameter(help="Why; it is recorded.")] = None,
     cascade: Annotated[
-        bool, Parameter(help="Make the result the head and do again what was made from it; else leave it beside.")
+        bool,
+        Parameter(help="Make the result the head and do again what was made from it; else leave it beside the head."),
     ] = True,
     new_seeds: Annotated[bool, Parameter(help="Sample a rollout with other seeds.", negative="--same-seeds")] = False,
     settings: Annotated[tuple[str, ...], several("A setting that applies from this stage on", "--set")] = (),
@@ -63,7 +64,9 @@ def rerun_command(
 
 def choose_command(
     run: RunId,
-    revision: Annotated[int, Parameter(help="Its number, as `ratchet show` lists them; 0 is what was done first.")],
+    revision: Annotated[
+        int, Parameter(help="Number of the revision, as `ratchet show` lists them; 0 has the first results.")
+    ],
     *,
     reason: Annotated[str, Parameter(help="Why; it is recorded.")],
     common: Common = Common(),

@@ -25,7 +25,7 @@ class Selection:
     start: Annotated[
         str | None, Parameter(name="--from", help="The state to begin with, as [ROOT//]RUN[@ITERATION].")
     ] = None
-    select: Annotated[tuple[str, ...], several("Whose samples, as [ROOT//]RUN[@FROM-TO]")] = ()
+    select: Annotated[tuple[str, ...], several("Run whose samples are selected, as [ROOT//]RUN[@FROM-TO]")] = ()
     where: Annotated[
         str | None, Parameter(help="Condition over columns, as in 'reward > 0 and oldest_version >= 12'.")
     ] = None
@@ -71,10 +71,12 @@ def retrain_command(
 
 def import_command(
     *files: Annotated[str, Parameter(help="Paths or URLs of .jsonl, .json or .parquet files.")],
-    run: Annotated[str, Parameter(name="--run", help="Id of the run that is to hold them.")],
+    run: Annotated[str, Parameter(name="--run", help="Id of the new run that holds them.")],
     map: Annotated[tuple[str, ...], several("WHAT=COLUMN: the column that a property is in")] = (),
-    temperature: Annotated[float | None, Parameter(help="At which all samples were drawn.")] = None,
-    without_logprobs: Annotated[bool, flag("They have no log-probabilities: only objectives that need none.")] = False,
+    temperature: Annotated[float | None, Parameter(help="Temperature at which all samples were drawn.")] = None,
+    without_logprobs: Annotated[
+        bool, flag("Accept samples without log-probabilities, for objectives that need none.")
+    ] = False,
     common: Common = Common(),
 ) -> int:
     """Store samples made elsewhere, each file as an iteration, so that `ratchet retrain` can select them.

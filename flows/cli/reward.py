@@ -41,7 +41,7 @@ def reward_command(
     check_reward(section)
     newest = place.iteration or 0
     if not 1 <= last <= newest:
-        raise InputError(f"--last {last}: iteration {newest} ends from 1 to {newest} iterations")
+        raise InputError(f"--last {last}: iteration {newest} is the last of {newest} iterations: give 1 to {newest}")
     with Output(json=common.json) as output:
         trials = [try_reward(store, place.run, newest - before, section) for before in reversed(range(last))]
         lines = [line for trial in trials for line in _lines(trial)]

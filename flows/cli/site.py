@@ -18,7 +18,11 @@ DEPLOYMENTS = PROJECT_ROOT / "infra" / "prefect.yaml"
 Folder = Annotated[Path, Parameter(help="Where the site keeps its secret, logs and database.")]
 DEFAULT_FOLDER = Path("~/.ratchet/site")
 AtOnce = Annotated[
-    int | None, Parameter(help="Flow runs that train at once; at first 1, then as it was.", validator=Number(gte=1))
+    int | None,
+    Parameter(
+        help="Flow runs that may train at the same time; 1 at first, then the number given last.",
+        validator=Number(gte=1),
+    ),
 ]
 Notify = Annotated[
     str | None, Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that.")

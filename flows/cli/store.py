@@ -105,7 +105,7 @@ def gc_command(
     keep_every: Annotated[
         int | None, Parameter(help="Also keep the states of iterations that this number divides.")
     ] = None,
-    apply: Annotated[bool, flag("Delete; without it nothing is touched.")] = False,
+    apply: Annotated[bool, flag("Delete them; without this option nothing is touched.")] = False,
     objects: Annotated[bool, flag("Name each object.")] = False,
     common: Common = Common(),
 ) -> int:
@@ -152,7 +152,7 @@ def fork_command(
 def unlock_command(
     run: RunId,
     *,
-    force: Annotated[bool, flag("Free it even if its holder may be alive.")] = False,
+    force: Annotated[bool, flag("Free the run even if its holder may be alive.")] = False,
     common: Common = Common(),
 ) -> int:
     """Show which process drives a run, and free the run if that process is gone. Exit code 1 if it is not free."""

@@ -95,7 +95,9 @@ def _stopped_lines(stopped: Stopped) -> list[str]:
 
 def maintain_command(
     *runs: Annotated[str, Parameter(help="Only these runs.")],
-    gc: Annotated[bool, Parameter(help="Delete what nothing needs; beside the work, what it cannot use.")] = True,
+    gc: Annotated[
+        bool, Parameter(help="Delete what nothing needs; of a run that is driven, only what its process cannot use.")
+    ] = True,
     compact: Annotated[bool, Parameter(help="Write new samples to the archive.")] = True,
     verify: Annotated[bool, Parameter(help="Read everything and compare it with its digests.")] = True,
     keep_days: Annotated[

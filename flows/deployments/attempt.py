@@ -58,24 +58,24 @@ _MEMORY = (
     "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
     "file that the flow run was given and press Retry, or start another flow run with `settings`."
 )
-_CORRECT = "Retry alone cannot help: correct what is named, then start again with it or press Retry."
+_CORRECT = "Retry alone cannot help: make that correction, then start again with it or press Retry."
 _DAMAGED = "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."
 _REFUSES = "The store refuses: correct permission, space or address first, then press Retry."
 _LOST = (
-    "A process was lost more often than it is replaced without a person: press Retry to try again. If it is always the "
+    "A process was lost more often than Ratchet replaces it by itself: press Retry to try again. If it is always the "
     "same stage, look for its cause first: memory of the card or of the host, the process's own log."
 )
-_NUMERICS = "The numbers are not finite, and would be so again: change the learning rate, precision or data."
+_NUMERICS = "The numbers are not finite, and a Retry would repeat them: change the learning rate, precision or data."
 _DIFFERS = "The engine does not hold what was trained: raise the limits in [sync] only if you know why."
 _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, bool], ...] = (
     (errors.StorageUnavailable, _REFUSES, False),
     (errors.InputError, _CORRECT, False),
-    (errors.StorageInterrupted, "The store did not answer for long: press Retry once it does.", True),
+    (errors.StorageInterrupted, "The store did not answer for a long time: press Retry once it does.", True),
     ((errors.OutOfMemory, MemoryError), _MEMORY, False),
     (errors.WorkerLost, _LOST, True),
     (errors.NumericsError, _NUMERICS, False),
     (errors.SyncMismatch, _DIFFERS, True),
-    (errors.StageFailed, "Correct what is named, then press Retry.", False),
+    (errors.StageFailed, "Make that correction, then press Retry.", False),
     ((errors.DigestMismatch, errors.PartMissing), _DAMAGED, False),
     (errors.SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
 )  # by type of error: the first step, and whether Retry may help without it

@@ -165,7 +165,7 @@ def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparis
     metrics = [manifest.metrics for manifest in rollouts if manifest is not None]
     again, equal = (sum(one.get(name) or 0 for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
     repeated = f"of {again:.0f} stored samples that it was asked to repeat, {equal:.0f} are equal bit for bit"
-    return f"nowhere from stored rollouts to weights; the engine is outside the proof: {repeated}"
+    return f"none from stored rollouts to weights; the engine is outside the proof: {repeated}"
 
 
 def _done_twice(folder: FaultFolder) -> Iterator[str]:

@@ -81,7 +81,7 @@ def up(folder: SiteFolder, wanted: Wanted, say: Callable[[str], object]) -> Site
             with connected(folder, record):
                 registered = register(deployments, wanted.at_once, webhook)
         except httpx.TransportError as error:
-            fact = f"the Prefect server ended while it was told what there is to run ({error})"
+            fact = f"the Prefect server ended while deployments were registered ({error})"
             raise WorkerLost(f"{fact}: see {folder.log(_SERVER)}. `ratchet up` starts it again") from None
         record = _worked(folder, record, say)
         old = {one.process for one in recorded}
@@ -180,7 +180,7 @@ def _worked(folder: SiteFolder, record: SiteRecord, say: Callable[[str], object]
     worker = running(record, _WORKER)
     if worker is not None and worker.version != code_version():
         if (process := find(worker)) is not None and process.children():
-            say("the worker runs an older version of Ratchet, and a flow run: `ratchet up` replaces it once that ended")
+            say("the worker runs an older version of Ratchet, and has a flow run: `ratchet up` replaces it after that")
         else:
             end(worker, starts=True)
             worker = None

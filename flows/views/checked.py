@@ -267,4 +267,4 @@ def notes_of(config: RunConfig, codec: TextCodec, train: pa.Table) -> list[str]:
     if not (codec.has_template and any(plain)) or "chat" in config.data.model_fields_set:
         return []
     fact = "the tokenizer has a chat template, and the first prompt is a text, which is given without it"
-    return [f"{fact}: set data.chat = true, or data.chat = false if that is meant"]
+    return [f"{fact}: set data.chat = true, or data.chat = false if that is intended"]

@@ -27,12 +27,12 @@ class NotConforming(StorageError):
 def keeps_what_was_written(root: Root) -> None:
     """Each way to read returns the content that was written, whole."""
     content = bytes(range(256)) * 20_000
-    _require(root.put_if_absent(_key("a"), content), "a first write says that the key was taken")
+    _require(root.put_if_absent(_key("a"), content), "a first write reports that the key was taken")
     with tempfile.TemporaryDirectory() as folder:
         root.download(_key("a"), Path(folder, "file"))
         file = Path(folder, "file").read_bytes()
     found = {root.read_bytes(_key("a")), root.read_buffer(_key("a")).to_pybytes(), file}
-    _require(found == {content}, "what is read differs from what was written")
+    _require(found == {content}, "the content that is read differs from the content that was written")
 
 
 def refuses_a_taken_key(root: Root) -> None:
@@ -102,7 +102,7 @@ def replaces(root: Root) -> None:
     """A replaced object has the new content, whether it was there or not."""
     for content in (b"first", b"second and longer", b"third"):
         root.replace(_key("a"), content)
-        _require(root.read_bytes(_key("a")) == content, "what was replaced is read as before")
+        _require(root.read_bytes(_key("a")) == content, "a replaced object is read with its former content")
 
 
 def copies(root: Root) -> None:

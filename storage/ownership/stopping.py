@@ -27,7 +27,7 @@ def end_holder(root: Root, run: str, seconds: float) -> tuple[Entry | None, bool
         return None, True
     owner = entry.owner
     if life(owner) is not Life.ALIVE:
-        fact = f"run {run!r} is driven by {owner}, which cannot be seen from here: give this command on that machine"
+        fact = f"run {run!r} is driven by {owner}, which cannot be seen from here: run this command on that machine"
         raise InputError(f"{fact}, or `ratchet unlock {run} --force` if you know that the process is dead")
     # SIGINT is ignored by what a shell has started in the background
     number = STOP_SIGNAL if owner.name.startswith(ASKED_FOR) else signal.SIGTERM

@@ -228,7 +228,7 @@ class _New:
         return copy
 
     def _begun(self, why: str) -> InputError:
-        fact = f"run {self.run!r} was begun otherwise, {why}: give the new run another name"
+        fact = f"run {self.run!r} was begun differently, {why}: give the new run another name"
         return InputError(f"{fact}, or remove what is there with `ratchet rm {self.run}`")
 
     def _described(self, originals: Sequence[tuple[Manifest, int]], retired: Collection[str], iteration: int) -> Forked:

@@ -52,7 +52,7 @@ def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) 
         return begun
     if begun is not None:
         raise InputError(
-            f"{begun} of run {run!r} is being done again as revision {begun.revision} (asked by {begun.asked_by}: "
+            f"{begun} of run {run!r} is being done again as revision {begun.revision} (requested by {begun.asked_by}: "
             f"{begun.reason}) and is not finished: `ratchet run` finishes it, `ratchet choose {run} "
             f"{begun.parent} --reason TEXT` withdraws it"
         )

@@ -123,7 +123,9 @@ def _note_unknown(batch: pa.RecordBatch, reads: Sequence[Read], renderer: Render
     unknown, prompts = renderer.codec.backend.special.unknown, batch.column("prompt_tokens")
     there = prompts.flatten().to_numpy(zero_copy_only=False) == unknown
     if unknown is not None and there.any():
-        fact = f"the tokenizer lacks signs of the prompt, and gives {renderer.codec.visible([unknown])[0]!r} for them"
+        fact = (
+            f"the tokenizer lacks characters of the prompt, and gives {renderer.codec.visible([unknown])[0]!r} for them"
+        )
         for row in np.unique(np.repeat(np.arange(len(prompts)), _lengths(prompts))[there]):
             renderer.notes.add(fact, reads[int(row)].place)
 

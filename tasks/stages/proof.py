@@ -10,8 +10,8 @@ from trainer_core.weights.plan import WeightPlan, text_digest
 
 _SHOWN = 4  # names spelled out in a message
 _AGAIN = (
-    "No engine serves the update. Run again, which syncs the weights again; if it fails in the same place, the tensor "
-    "is converted or loaded wrongly: report it with the name"
+    "No engine serves the update. Start the run again, which syncs the weights again; if it fails in the same place, "
+    "the tensor is converted or loaded wrongly: report it with the name"
 )
 
 

@@ -143,7 +143,7 @@ class _Shared:
         except WorkerLost as loss:
             if not self._lose(place):
                 raise
-            logger.warning("%s; the other engines sample what it had", loss)
+            logger.warning("%s; the other engines take over its samples", loss)
         except BaseException:
             self.stop()
             raise

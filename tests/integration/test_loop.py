@@ -70,7 +70,7 @@ def test_a_finished_run_does_nothing_again(whole, home, tmp_path):
     again = python(tmp_path, home, "-c", examples("python.md", "Train", {**NAMES, "./runs": str(root)}))
     assert again.code == 0, again.err
     assert re.match(r"2 0\.\d+ file:", again.out)
-    assert again.err.count("nothing is done: run proof has all 2 iterations that are asked for") == 2
+    assert again.err.count("nothing to do: run proof already has all 2 iterations") == 2
     assert committed(root, 2, Stage.TRAIN) == before
 
 

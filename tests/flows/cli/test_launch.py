@@ -33,8 +33,11 @@ def wait_for(path: Path, text: str, process: "subprocess.Popen[str]") -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (3, "nothing is done: 3 iterations are asked for, and run a has 10; --iterations 11, or more, goes on"),
-        (10, "nothing is done: run a has all 10 iterations that are asked for; --iterations 11, or more, goes on"),
+        (
+            3,
+            "nothing to do: 3 iterations are asked for, and run a already has 10; --iterations 11 or more continues it",
+        ),
+        (10, "nothing to do: run a already has all 10 iterations; --iterations 11 or more continues it"),
     ],
 )
 def test_a_complete_run_says_why_it_does_nothing(make_run: MakeRun, root: Root, asked: int, said: str):

@@ -124,7 +124,7 @@ def test_an_iteration_whose_state_is_not_kept_is_refused(root):
 def test_a_name_that_was_begun_otherwise_is_refused(root):
     make_run(root, "parent")
     commit(root, manifest(Stage.PREPARE, 0, run="child"))
-    with pytest.raises(InputError, match="begun otherwise"):
+    with pytest.raises(InputError, match="begun differently"):
         fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
 
 
@@ -139,7 +139,7 @@ def test_a_fork_does_not_continue_from_what_a_longer_one_has_left(root):
     make_run(root, "parent")
     fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT)
     root.remove(layout.run_config_key("child"))  # as if killed just before
-    with pytest.raises(InputError, match=r"begun otherwise, which left child/manifests/000002"):
+    with pytest.raises(InputError, match=r"begun differently, which left child/manifests/000002"):
         fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
     assert "child" not in runs(root)
     assert fork(root, WORKFLOW, "parent", 3, "child", "c1", DOCUMENT).iteration == 3

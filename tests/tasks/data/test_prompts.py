@@ -60,7 +60,9 @@ def test_a_prompt_that_the_tokenizer_cannot_write_is_noted(tmp_path):
     reads = [Read(f"record {number}", {"prompt": text}) for number, text in enumerate(["1+1=", "1€=", "2", "é"], 1)]
     assert mapped(prompt_batches(reads, renderer, WIDE)).num_rows == 4
     (note,) = renderer.notes.sentences("train")
-    assert note == "train, record 2 and 1 more: the tokenizer lacks signs of the prompt, and gives '<unk>' for them"
+    assert (
+        note == "train, record 2 and 1 more: the tokenizer lacks characters of the prompt, and gives '<unk>' for them"
+    )
 
 
 def test_an_answer_follows_the_tokens_of_its_prompt():
