@@ -35,8 +35,6 @@ ends with the block."""
 
 @dataclass(frozen=True)
 class Drive:
-    """A run that this process drives."""
-
     name: str
     root: Root
     config: RunConfig

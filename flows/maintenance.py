@@ -12,23 +12,20 @@ from pydantic import BaseModel, computed_field
 from flows.views.output import size, some
 from storage.backends.root import Root
 from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
-from storage.manifest import find
 from storage.ownership.lease import hold
-from storage.upkeep.archive import Texts, compact_new, without_texts
+from storage.upkeep.archive import compact_new, without_texts
 from storage.upkeep.beside import collect_beside, verify_beside
 from storage.upkeep.catalog import require_run, runs
 from storage.upkeep.retention import Collection, collect
 from tasks.config.environment import without_secrets
-from tasks.data.tokenizer import StoredTexts
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.data.tokenizer import texts_of
+from tasks.stages.names import WORKFLOW
 
 OWNER = "ratchet maintain"
 _SHOWN = 5  # findings of a verification that a report names
 
 
 class Upkeep(BaseModel, frozen=True, extra="forbid"):
-    """The work that is asked for."""
-
     gc: bool = True
     """Delete what nothing refers to any more, and what is left of train states that retention has retired."""
     compact: bool = True  # write what is new of each run's samples to its archive
@@ -49,15 +46,12 @@ class RunUpkeep(BaseModel, frozen=True, extra="forbid"):
 
 
 class Maintenance(BaseModel, frozen=True, extra="forbid"):
-    """The upkeep of a root."""
-
     root: str
     runs: tuple[RunUpkeep, ...]
 
     @computed_field
     @property
     def healthy(self) -> bool:
-        """True if no run has a problem."""
         return not any(one.problems for one in self.runs)
 
 
@@ -76,7 +70,6 @@ def maintain_root(
 
 
 def line_of(one: RunUpkeep) -> str:
-    """One run in a line."""
     driven = ", beside the process that drives it" if one.driven else ""
     verdict = "; ".join(one.problems) or "no problem"
     deleted = f"{one.removed} objects ({size(one.removed_bytes)}) deleted{driven}"
@@ -123,11 +116,8 @@ class _Run:
             return collect_beside(self._root, WORKFLOW, self._run)
 
     def _compact(self) -> None:
-        self._done["archived"] = sum(one.rows for one in compact_new(self._root, WORKFLOW, self._run, self._texts))
-
-    def _texts(self) -> Texts:
-        prepared = find(self._root, self._run, 0, Stage.PREPARE)
-        return without_texts if prepared is None else StoredTexts.of(self._root, prepared)
+        made = compact_new(self._root, WORKFLOW, self._run, lambda: texts_of(self._root, self._run) or without_texts)
+        self._done["archived"] = sum(one.rows for one in made)
 
     def _verify(self) -> None:
         found = verify_beside(self._root, self._run)

@@ -105,13 +105,11 @@ class Subflows:
             one.close(end)
 
     def storing(self, iteration: int, what: str, published: "Future[None]") -> None:
-        """See `Page`."""
         if self._iterations:
             self._published.append(published)
             self._iterations[-1].follow(what, published)
 
     def advanced(self, portion: Portion) -> None:
-        """See `Page`."""
         if self._advanced is not None:
             self._advanced(portion)
 

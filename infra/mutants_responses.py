@@ -144,8 +144,8 @@ RESPONSES = (
         "gc-of-responses-in-progress",
         "gc deletes increments of responses that go on",
         "storage/upkeep/retention.py",
-        "            piece in stored.pieces or layout.stage_of(one.key) in stored.manifests\n",
-        "            True\n",
+        "piece and (piece in stored.pieces or committed)",
+        "piece is not None",
         _UPKEEP,
     ),
     Mutant(

@@ -28,8 +28,8 @@ RETRAIN = (
         "select-joins-by-place",
         "scores are joined with samples by their place in the tables",
         "storage/selection.py",
-        "            rows = pc.index_in(sample_keys(samples), value_set=keys)",
-        "            rows = pa.array(range(samples.num_rows))",
+        "        rows = pc.index_in(sample_keys(samples), value_set=keys)",
+        "        rows = pa.array(range(samples.num_rows))",
         _SELECTING,
     ),
     Mutant(

@@ -12,8 +12,6 @@ from storage.errors import NotCommitted
 
 
 class Exchange(BaseModel, frozen=True, extra="forbid"):
-    """One question and its answer."""
-
     format_version: Literal[1] = 1  # version of this record's own format
     url: str  # the address that was asked
     request: str  # the body that was sent, as JSON; it holds no secret
@@ -31,7 +29,6 @@ class RunExchanges:
     run: str
 
     def find(self, digest: str) -> Exchange | None:
-        """The exchange that was kept; None if there is none."""
         try:
             return records.read(self.root, layout.exchange_key(self.run, digest), Exchange)
         except NotCommitted:

@@ -66,8 +66,6 @@ class _Value:
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition that was parsed."""
-
     expression: pc.Expression  # for `pyarrow.Table.filter`
     keys: frozenset[str]  # the keys of maps that it names
     columns: frozenset[str]  # the columns that it names

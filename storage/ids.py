@@ -38,7 +38,6 @@ class Workflow:
 
 
 def is_run_name(name: str) -> bool:
-    """True if `name` can be the id of a run."""
     return _RUN_NAME.fullmatch(name) is not None
 
 

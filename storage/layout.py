@@ -1,7 +1,7 @@
 """The only place where a path inside the storage root is spelled."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 DIGEST_CHARACTERS = 16
 """Length of the beginning of a part's digest in its name; the manifest holds all of it."""
@@ -34,24 +34,32 @@ _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 _PART = re.compile(rf"{_RUN}/parts/[0-9]{{6,}}/{_STAGE}/(?P<name>.+)", re.DOTALL)
 
 
-def run_config_key(run: str) -> str:
-    """The resolved configuration the run was started with."""
-    return f"{run}/run.json"
+def _of_run(name: str) -> Callable[[str], str]:
+    """A function from the id of a run to the key of that name below it."""
+    return lambda run: f"{run}/{name}"
 
 
-def removal_key(run: str) -> str:
-    """Record that the run is being removed: the first thing that its removal writes, and the last that it deletes."""
-    return f"{run}/removal.json"
+def _matches(pattern: re.Pattern[str]) -> Callable[[str], bool]:
+    return lambda key: pattern.fullmatch(key.partition("/")[2]) is not None
+
+
+run_config_key = _of_run("run.json")  # the resolved configuration the run was started with
+removal_key = _of_run("removal.json")  # that the run is being removed: what its removal writes first and deletes last
+manifest_folder = _of_run("manifests")  # everything that a run has committed, and pieces of stages in progress
+revision_folder = _of_run("revisions")  # records of reruns and choices of the head; without it revision 0 is the head
+copy_folder = _of_run("copies")  # second copies of those records, so that a lost one is known to have been there
+part_folder = _of_run("parts")
+exchange_folder = _of_run("exchanges")  # exchanges with services outside the run, such as judges
+lease_folder = _of_run("lease")  # the log of the lease
+archive_folder = _of_run("archive")
+
+is_manifest, is_piece, is_attempt = map(_matches, (_MANIFEST, _PIECE, _ATTEMPT))
+"""True of a key in the manifest folder that is a manifest, the record of a piece, or that of an attempt."""
 
 
 def manifest_key(run: str, iteration: int, stage: str, revision: int) -> str:
     """The commit point of one stage."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.json"
-
-
-def manifest_folder(run: str) -> str:
-    """Everything that a run has committed, and the pieces of stages in progress."""
-    return f"{run}/manifests"
 
 
 def iteration_folder(run: str, iteration: int) -> str:
@@ -64,11 +72,6 @@ def iteration_of(folder: str) -> int | None:
     return int(folder) if re.fullmatch(_SIX, folder, re.ASCII) else None
 
 
-def is_manifest(key: str) -> bool:
-    """True if a key in the manifest folder is a manifest."""
-    return _MANIFEST.fullmatch(key.partition("/")[2]) is not None
-
-
 def revision_of(key: str) -> int:
     """The revision in the key of a manifest, piece or attempt."""
     found = _REVISION.search(key)
@@ -76,7 +79,6 @@ def revision_of(key: str) -> int:
 
 
 def run_of(key: str) -> str:
-    """The run whose folder a key is in."""
     return key.partition("/")[0]
 
 
@@ -99,11 +101,6 @@ def is_part(key: str) -> bool:
 def piece_key(run: str, iteration: int, stage: str, revision: int, piece: str) -> str:
     """Record of a piece, which is durable before the whole stage is."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.pieces/{piece}.json"
-
-
-def is_piece(key: str) -> bool:
-    """True if a key in the manifest folder is the record of a piece."""
-    return _PIECE.fullmatch(key.partition("/")[2]) is not None
 
 
 def increment_key(piece: str, number: int, turns: bool = False) -> str:
@@ -136,11 +133,6 @@ def attempt_key(run: str, iteration: int, stage: str, revision: int, number: int
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.attempt-{number}.json"
 
 
-def is_attempt(key: str) -> bool:
-    """True if a key in the manifest folder is the record of an attempt."""
-    return _ATTEMPT.fullmatch(key.partition("/")[2]) is not None
-
-
 def stage_of(key: str) -> str:
     """The manifest key of the stage that a piece or an attempt belongs to."""
     return _OF_STAGE.sub(r"\1.json", key)
@@ -149,11 +141,6 @@ def stage_of(key: str) -> str:
 def retired_key(manifest: str) -> str:
     """Record that retention has deleted the parts of the manifest at key `manifest`."""
     return f"{manifest.removesuffix('.json')}.retired.json"
-
-
-def revision_folder(run: str) -> str:
-    """Records of reruns, and of choices of the head. Without such a folder, revision 0 is the head."""
-    return f"{run}/revisions"
 
 
 def rerun_key(run: str, number: int) -> str:
@@ -176,11 +163,6 @@ def revision_numbers(keys: Iterable[str]) -> tuple[dict[int, str], dict[int, str
     return reruns, choices
 
 
-def copy_folder(run: str) -> str:
-    """Second copies of the records in the revision folder: so a record that is lost is known to have been there."""
-    return f"{run}/copies"
-
-
 def copy_key(record: str, digest: str) -> str:
     """The second copy of the record at a key in the revision folder; its name carries the digest of its bytes."""
     name = record.rpartition("/")[2].removesuffix(".json")
@@ -197,10 +179,6 @@ def copied(copy: str) -> str | None:
 def update_folder(run: str, iteration: int, stage: str, name: str) -> str:
     """Buckets of one weight update on their way from host to host; gc takes those of a killed one for lost parts."""
     return f"{stage_parts(run, iteration, stage)}/update-{name}"
-
-
-def part_folder(run: str) -> str:
-    return f"{run}/parts"
 
 
 def stage_parts(run: str, iteration: int, stage: str) -> str:
@@ -237,19 +215,9 @@ def name_flaw(name: str) -> str | None:
     return None
 
 
-def exchange_folder(run: str) -> str:
-    """Exchanges with services outside the run, such as judges."""
-    return f"{run}/exchanges"
-
-
 def exchange_key(run: str, digest: str) -> str:
-    """One of them, by the digest of what was asked."""
+    """An exchange, by the digest of what was asked."""
     return f"{exchange_folder(run)}/{digest}.json"
-
-
-def lease_folder(run: str) -> str:
-    """The log of the lease."""
-    return f"{run}/lease"
 
 
 def lease_key(run: str, number: int) -> str:
@@ -258,7 +226,6 @@ def lease_key(run: str, number: int) -> str:
 
 
 def lease_number(key: str) -> int | None:
-    """The number of a lease entry; None for any other key."""
     found = _LEASE.fullmatch(key.partition("/")[2])
     return int(found.group(1)) if found else None
 
@@ -273,10 +240,6 @@ def archive_span(key: str) -> tuple[str, int, int] | None:
     """Table, first and last iteration of an archive; None for any other key."""
     found = _ARCHIVE.search(key)
     return (found.group(1), int(found.group(2)), int(found.group(3))) if found else None
-
-
-def archive_folder(run: str) -> str:
-    return f"{run}/archive"
 
 
 def digest_in_name(key: str) -> str:

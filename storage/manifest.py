@@ -156,6 +156,18 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         raise StorageError(f"{self.stage} of iteration {self.iteration} has no part {name!r}: {self.part_names}")
 
     @property
+    def tables(self) -> tuple[Part, ...]:
+        return tuple(part for part in self.parts if part.rows is not None)
+
+    @property
+    def size(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def below(self, prefix: str) -> dict[str, Part]:
+        """Its parts whose names begin with `prefix`, by the rest of the name."""
+        return {part.name.removeprefix(prefix): part for part in self.parts if part.name.startswith(prefix)}
+
+    @property
     def part_names(self) -> list[str]:
         return [part.name for part in self.parts]
 

@@ -137,7 +137,6 @@ def read_part_buffer(root: Root, part: Part) -> pa.Buffer:
 
 
 def is_intact(root: Root, part: Part) -> bool:
-    """True if the part is there with the recorded content."""
     try:
         read_part_buffer(root, part)
     except (DigestMismatch, PartMissing):
@@ -148,7 +147,7 @@ def is_intact(root: Root, part: Part) -> bool:
 def read_table(root: Root, manifest: Manifest, schema: pa.Schema, columns: Sequence[str] | None = None) -> pa.Table:
     """All table parts of a stage in the manifest's order, verified. Raises DigestMismatch if a part was damaged,
     SchemaMismatch if a part has another schema."""
-    return read_parts(root, [part for part in manifest.parts if part.rows is not None], schema, columns)
+    return read_parts(root, manifest.tables, schema, columns)
 
 
 @measured()
@@ -194,7 +193,7 @@ def materialize(
     damaged, or is gone; StorageError if a symbolic link in the folder leads out of it."""
     folder.mkdir(parents=True, exist_ok=True)
     place = folder.resolve()
-    named = {part.name.removeprefix(prefix): part for part in manifest.parts if part.name.startswith(prefix)}
+    named = manifest.below(prefix)
     needed = [name for name in named if wanted is None or wanted(name)]
     each(lambda name: _fetch(root, named[name], place, name), needed, _PARALLEL)
     return folder
@@ -233,11 +232,10 @@ def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | N
     part was damaged, PartMissing if a part is gone, SchemaMismatch if a part has another schema than its table,
     StorageError if the stage has no table parts."""
     tables = []
-    for part in manifest.parts:
-        if part.rows is not None:
-            data = read_part_buffer(root, part)
-            schema = stored_schema(pa.ipc.open_file(data).schema, part.key)
-            tables.append(open_table(data, schema, part.key, columns or schema.names))
+    for part in manifest.tables:
+        data = read_part_buffer(root, part)
+        schema = stored_schema(pa.ipc.open_file(data).schema, part.key)
+        tables.append(open_table(data, schema, part.key, columns or schema.names))
     if not tables:
         raise StorageError(f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} has no table")
     return pa.concat_tables(tables)

@@ -38,8 +38,6 @@ OFFERED = pa.schema([*(field for field in SELECTION if field.name not in _OWN), 
 
 
 class Source(BaseModel, frozen=True, extra="forbid"):
-    """One rollout of which samples were selected."""
-
     root: str | None  # URL of its storage root; None is the root of the selection
     run: str  # the run in which it was found: the one that sampled it, or a fork of that
     iteration: int
@@ -65,7 +63,6 @@ class _Sources(RootModel[tuple[Source, ...]]):
 
 
 def write_sources(writer: PartWriter, sources: Sequence[Source]) -> Part:
-    """Store the sources of a selection as a part."""
     document = [source.model_dump(mode="json") for source in sources]
     return writer.write_bytes(SOURCES, json.dumps(document).encode())
 
@@ -110,20 +107,14 @@ def offered(root: Root, rollout: Manifest, reward: Manifest | None) -> Iterator[
     if len(keys) != len(pc.unique(keys)):  # pyright: ignore[reportAttributeAccessIssue] - made at import
         fact = f"the scores of iteration {rollout.iteration} of run {rollout.run} have a sample twice"
         raise StorageError(f"{fact}: `ratchet verify` shows what is wrong")
-    for part in rollout.parts:
-        if part.rows is not None:
-            samples = read_parts(root, [part], ROLLOUT)
-            rows = pc.index_in(sample_keys(samples), value_set=keys)  # pyright: ignore[reportAttributeAccessIssue]
-            revision = pa.repeat(pa.scalar(rollout.revision, pa.int32()), samples.num_rows)
-            columns = {"revision": revision, **{name: scores[name].take(rows) for name in _SCORES}}
-            derived = (finish_reasons(samples["turns"]), *weight_versions(samples))
-            yield pa.table(
-                {
-                    **dict(zip(samples.column_names, samples.columns, strict=True)),
-                    **columns,
-                    **dict(zip(_DERIVED.names, derived, strict=True)),
-                }
-            )
+    for part in rollout.tables:
+        samples = read_parts(root, [part], ROLLOUT)
+        rows = pc.index_in(sample_keys(samples), value_set=keys)  # pyright: ignore[reportAttributeAccessIssue]
+        revision = pa.repeat(pa.scalar(rollout.revision, pa.int32()), samples.num_rows)
+        derived = (finish_reasons(samples["turns"]), *weight_versions(samples))
+        names = [*samples.column_names, "revision", *_SCORES, *_DERIVED.names]
+        scored = (scores[name].take(rows) for name in _SCORES)
+        yield pa.table([*samples.columns, revision, *scored, *derived], names=names)
 
 
 def offered_columns(
@@ -138,7 +129,7 @@ def offered_columns(
     scores = [name for name in _SCORES if name in wanted]
     table = REWARD.empty_table() if reward is None or not scores else read_table(root, reward, REWARD, _KEYS + scores)
     begin = 0
-    for parts in _together([part for part in rollout.parts if part.rows is not None], most):
+    for parts in _together(rollout.tables, most):
         samples = read_parts(root, parts, ROLLOUT, needed)
         own, begin = table.slice(begin, samples.num_rows), begin + samples.num_rows
         if scores and not own.select(_KEYS).equals(samples.select(_KEYS)):  # scored in another order

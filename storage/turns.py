@@ -29,7 +29,6 @@ def one_turn(lengths: NDArray[np.int64], reasons: pa.Array) -> pa.ListArray:
 
 
 def of_each_token(responses: pa.ListArray, value: pa.Scalar) -> pa.ListArray:
-    """A list column with `value` for each token of `responses`."""
     offsets = responses.offsets.to_numpy()
     starts = pa.array(offsets - offsets[0], pa.int32())
     return pa.ListArray.from_arrays(starts, pa.repeat(value, int(offsets[-1] - offsets[0])))

@@ -139,9 +139,9 @@ def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -
 
 def _stored_parameters(root: Root, prepared: Manifest, prefix: str) -> int:
     """The number of weights of a stored model, whose parts begin with `prefix`; 0 if there is none."""
-    parts = {part.name: part for part in prepared.parts if part.name.startswith(prefix)}
+    parts = prepared.below(prefix)
     weights = sum(part.bytes for name, part in parts.items() if name.endswith(".safetensors"))
-    return parameters_in(weights, json.loads(read_part(root, parts[f"{prefix}config.json"]))) if parts else 0
+    return parameters_in(weights, json.loads(read_part(root, parts["config.json"]))) if parts else 0
 
 
 @functools.lru_cache(maxsize=1)

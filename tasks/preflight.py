@@ -82,7 +82,7 @@ def check_model(
         there = folder.files()
     except InputError:  # away: the run has its own copy
         return
-    stored = {part.name.removeprefix(prefix): part for part in prepared.manifest.parts if part.name.startswith(prefix)}
+    stored = prepared.manifest.below(prefix)
     if not stored.keys() & there.keys():  # an empty folder is away too
         return
     for name, part in stored.items():

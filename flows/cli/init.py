@@ -15,8 +15,6 @@ FILES = ("run.toml", "reward.py", "prompts.jsonl")
 
 
 class FirstRun(BaseModel, frozen=True, extra="forbid"):
-    """The files that were written."""
-
     folder: str  # absolute path
     files: tuple[str, ...]
 

@@ -69,7 +69,6 @@ class Common:
 
     @property
     def store(self) -> Root:
-        """The storage root."""
         return open_root(self.root)
 
     def of_run(self, run: str) -> Root:

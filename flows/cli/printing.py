@@ -20,8 +20,6 @@ _NAMED = 8  # prompts of weights
 
 
 class Listing(BaseModel, frozen=True, extra="forbid"):
-    """The runs of a root."""
-
     root: str
     runs: tuple[RunSummary, ...]
 
@@ -36,8 +34,6 @@ class ShownStage(BaseModel, frozen=True, extra="forbid"):
 
 
 class Shown(BaseModel, frozen=True, extra="forbid"):
-    """Committed stages of a run."""
-
     root: str
     run: str
     stages: tuple[ShownStage, ...]
@@ -63,15 +59,12 @@ class Shown(BaseModel, frozen=True, extra="forbid"):
 
 
 class Verifications(BaseModel, frozen=True, extra="forbid"):
-    """Verifications of all runs of a root."""
-
     root: str
     runs: tuple[Verification, ...]
 
     @computed_field
     @property
     def sound(self) -> bool:
-        """True if all runs are sound."""
         return all(one.sound for one in self.runs)
 
 
@@ -102,7 +95,7 @@ def of_shown(shown: Shown, in_detail: bool) -> list[str]:
     rows = [("ITERATION", "STAGE", "MANIFEST", "PARTS", "SIZE", "SECONDS", "FINISHED (UTC)", "")]
     for stage in shown.stages:
         one = stage.manifest
-        stored = str(len(one.parts)), size(sum(part.bytes for part in one.parts))
+        stored = str(len(one.parts)), size(one.size)
         took = f"{one.metrics.get('seconds') or 0:.2f}", f"{one.finished:%Y-%m-%d %H:%M:%S}"
         rows.append((str(one.iteration), one.stage, stage.digest[:12], *stored, *took, _remarks(stage)))
     if not shown.stages:

@@ -16,8 +16,6 @@ from tasks.stages.names import WORKFLOW, Stage
 
 
 class Chosen(BaseModel, frozen=True, extra="forbid"):
-    """A change of the head."""
-
     run: str
     before: int
     head: int

@@ -31,8 +31,6 @@ Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 
 
 class Registered(BaseModel, frozen=True, extra="forbid"):
-    """The deployments that `ratchet register` has registered."""
-
     deployments: tuple[str, ...]  # as flow/deployment
 
 

@@ -10,7 +10,6 @@ from flows.cli.options import Common, Revision, RunId, flag, place_in, several
 from flows.views.output import Output, size
 from storage.errors import InputError
 from storage.ids import check_run_name
-from storage.manifest import find
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.upkeep.archive import compact, without_texts
@@ -20,7 +19,7 @@ from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.config.stored import ConfigRecord, continued_by, forked_config
-from tasks.data.tokenizer import StoredTexts
+from tasks.data.tokenizer import texts_of
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 
 
@@ -164,8 +163,7 @@ def unlock_command(
 def compact_command(run: RunId, *, common: Common = Common()) -> int:
     """Write all scored samples of a run, with their texts, to one Parquet file for other tools."""
     store = common.of_run(run)
-    prepared = find(store, run, 0, Stage.PREPARE)
-    made = compact(store, WORKFLOW, run, without_texts if prepared is None else StoredTexts.of(store, prepared))
+    made = compact(store, WORKFLOW, run, texts_of(store, run) or without_texts)
     first, last = made.iterations
     text = f"{made.rows} samples of iterations {first} to {last} in {size(made.bytes)}"
     return common.show(made, [made.key, f"{text}; their parts take {size(made.parts_bytes)}"])

@@ -32,8 +32,6 @@ class Stopped(BaseModel, frozen=True, extra="forbid"):
 
 
 class Maintained(BaseModel, frozen=True, extra="forbid"):
-    """Result of `ratchet maintain`."""
-
     maintenance: Maintenance
     flow_runs: str | None  # result for old flow runs of the site; None if that was not asked for
 

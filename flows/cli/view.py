@@ -14,8 +14,6 @@ from storage.errors import InputError
 
 
 class Viewing(BaseModel, frozen=True, extra="forbid"):
-    """A viewer that answers."""
-
     root: str
     url: str  # address with the token
 

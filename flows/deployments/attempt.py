@@ -100,8 +100,6 @@ def form[**P, R](
 
 @dataclass(frozen=True)
 class Asked:
-    """The request of a flow run."""
-
     run: str  # id of the run, or a text for several
     root: str
     will: str  # description of the work, in one line: the first line of the log

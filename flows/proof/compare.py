@@ -50,8 +50,6 @@ class Counts(BaseModel, frozen=True, extra="forbid"):
 
 
 class Comparison(Counts, frozen=True, extra="forbid"):
-    """Counts of what was compared, and the differences."""
-
     differences: tuple[Difference, ...] = ()
 
 

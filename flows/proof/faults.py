@@ -39,8 +39,6 @@ _PLAYING = (Point.MID_RESPONSE, Point.MID_PART)  # of a rollout: the host of its
 
 @dataclass(frozen=True)
 class Fault:
-    """One kill."""
-
     stage: Stage
     iteration: int
     point: Point
@@ -66,8 +64,6 @@ class Fault:
 
 
 class Reached(BaseModel, frozen=True, extra="forbid"):
-    """A point that a process of the run reached."""
-
     stage: Stage
     iteration: int
     point: Point

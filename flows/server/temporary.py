@@ -33,7 +33,6 @@ _BACKLOG = 128
 
 
 def answers(api: str, timeout_s: float) -> bool:
-    """True if the server of this API answers."""
     try:
         return httpx.get(f"{api}/health", timeout=timeout_s).is_success
     except httpx.TransportError:
@@ -80,7 +79,6 @@ class TemporaryServer:
             self._process.stdin.close()
 
     def stop(self) -> None:
-        """End the server and wait for it."""
         self.ask_to_stop()
         try:
             self._process.wait(_STOP_S if self._ready else _STOP_EARLY_S)

@@ -46,16 +46,12 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     check: str
     level: Level
     text: str  # the fact, and the repair if there is something to repair
 
 
 class Diagnosis(BaseModel, frozen=True, extra="forbid"):
-    """All checks."""
-
     findings: tuple[Finding, ...]
 
     @property

@@ -33,8 +33,6 @@ _SAME_S = 0.05
 
 
 class RunningProcess(BaseModel, frozen=True, extra="forbid"):
-    """A process that `ratchet up` has started."""
-
     role: str  # server or worker
     process: int
     started: float  # its start time, seconds since the epoch, which tells it from a later process with the same id
@@ -53,8 +51,6 @@ class SiteRecord(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """A folder that only its owner can read."""
-
     path: Path
 
     @classmethod
@@ -109,7 +105,6 @@ class SiteFolder:
             raise InputError(f"{fact}: end the processes of the site by hand, then remove that file") from None
 
     def keep(self, record: SiteRecord) -> None:
-        """Replace the record."""
         self.write(self._record_file, f"{record.model_dump_json(indent=1)}\n")
 
     def write(self, file: Path, text: str) -> None:
@@ -205,7 +200,6 @@ def _end(processes: Sequence[psutil.Process], grace_s: float) -> None:
 
 
 def kill_tree(process: psutil.Process) -> None:
-    """Kill a process and everything it has started."""
     with contextlib.suppress(psutil.NoSuchProcess):
         _kill([process, *process.children(recursive=True)])
 

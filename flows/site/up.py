@@ -46,8 +46,6 @@ class Wanted:
 
 
 class Site(BaseModel, frozen=True, extra="forbid"):
-    """A running site."""
-
     api: str
     ui: str
     secret_file: str  # file with the text that the browser asks for
@@ -145,7 +143,6 @@ def connected(folder: SiteFolder, record: SiteRecord) -> Iterator[None]:
 
 
 def running(record: SiteRecord, role: str) -> RunningProcess | None:
-    """The process of that role, if it runs."""
     return next((one for one in record.processes if one.role == role and find(one)), None)
 
 

@@ -21,8 +21,6 @@ Series = Mapping[str, Sequence[Row]]  # the rows of each run, by its name
 
 @dataclass(frozen=True)
 class Dot:
-    """A point of a line."""
-
     x: float
     y: float
     run: str
@@ -32,8 +30,6 @@ class Dot:
 
 @dataclass(frozen=True)
 class Line:
-    """One run in a chart."""
-
     run: str
     number: int  # place among the runs, by which it has a colour and dashes
     paths: tuple[str, ...]  # points of each polyline; a line ends where values are not comparable
@@ -53,8 +49,6 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bin of a histogram."""
-
     x: float
     width: float
     y: float
@@ -73,7 +67,6 @@ class Histogram:
 
 
 def number(value: float | None) -> str:
-    """A number for people."""
     return "none" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 

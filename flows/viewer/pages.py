@@ -49,7 +49,6 @@ Page = Callable[[Root, Request], dict[str, Any]]
 
 
 def application(root: Root) -> Starlette:
-    """The viewer of a root."""
     pages: dict[str, tuple[str, Page]] = {
         "/": ("runs.html", _runs),
         "/compare": ("compare.html", _compare),
@@ -175,7 +174,6 @@ def _curves(request: Request, series: dict[str, list[Row]]) -> dict[str, Any]:
 
 
 def _differences(root: Root, runs: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The settings in which runs differ, each with its values."""
     every = [leaves(cast(Document, shown(stored_config(root, run).model_dump(mode="json")))) for run in runs]
     keys = dict.fromkeys(key for one in every for key in one)
     values = {key: [str(one.get(key, "not set")) for one in every] for key in keys}

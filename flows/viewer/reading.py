@@ -14,11 +14,9 @@ from flows.viewer.charts import Histogram, histogram
 from flows.views.samples import Scored, read_scored
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.manifest import find
 from storage.turns import ended_by, sampled_by, sampled_lengths, weight_versions
 from tasks.config.stored import stored_config
-from tasks.data.tokenizer import StoredTexts
-from tasks.stages.names import Stage
+from tasks.data.tokenizer import StoredTexts, texts_of
 
 TOKENS = 3000  # most tokens on one page
 _BEFORE = 4  # tokens that are decoded with a token: some tokenizers need those before it for its blanks
@@ -28,8 +26,6 @@ _VERSIONS = 4  # shades of weight versions
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt."""
-
     prompt_id: str
     samples: int
     mean: float | None
@@ -40,8 +36,6 @@ class Group:
 
 @dataclass(frozen=True)
 class Token:
-    """One token of a response."""
-
     place: int
     id: int
     text: str
@@ -53,7 +47,6 @@ class Token:
 
     @property
     def words(self) -> str:
-        """Description of the token."""
         if not self.sampled:
             return f"token {self.place}: {self.text!r}, id {self.id}, not sampled: it counts in no loss"
         chance = f"log-probability {self.logprob:.4f} of the engine (p {np.exp(self.logprob):.3g})"
@@ -76,8 +69,6 @@ class Turn:
 
 @dataclass(frozen=True)
 class TokenPage:
-    """A sample with its tokens."""
-
     row: dict[str, Any]  # its row of the archive's schema
     prompt: str | None
     advantage: float | None
@@ -90,12 +81,10 @@ class TokenPage:
 
 
 def read_all(root: Root, run: str, iteration: int) -> Scored:
-    """The samples of an iteration with scores and advantages."""
     return read_scored(root, run, iteration, stored_config(root, run).train.policy)
 
 
 def distributions(found: Scored, iteration: int) -> list[Histogram]:
-    """Distributions over the samples of an iteration."""
     oldest = weight_versions(found.table)[0].cast("float64").to_numpy(zero_copy_only=False)
     advantages = np.zeros(0) if found.advantages is None else found.advantages
     kinds = (
@@ -121,12 +110,6 @@ def _group(prompt_id: str, rewards: NDArray[np.float64], lengths: NDArray[np.int
     there = rewards[~np.isnan(rewards)]
     figures = (float(there.mean()), float(there.min()), float(there.max())) if len(there) else (None, None, None)
     return Group(prompt_id, len(rewards), *figures, float(lengths.mean()))
-
-
-def texts_of(root: Root, run: str) -> StoredTexts | None:
-    """Texts of a run; None for one whose prompts are not stored."""
-    prepared = find(root, run, 0, Stage.PREPARE)
-    return None if prepared is None else StoredTexts.of(root, prepared)
 
 
 def token_page(

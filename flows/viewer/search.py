@@ -30,8 +30,6 @@ _SORT = {"best": "descending", "worst": "ascending"}
 
 @dataclass(frozen=True)
 class Query:
-    """A question about a run."""
-
     run: str
     where: str = ""
     first: int = 1
@@ -52,8 +50,6 @@ class Query:
 
 @dataclass(frozen=True)
 class Answer:
-    """Samples that were found."""
-
     examined: int
     found: int
     unscored: tuple[int, ...]  # iterations that were left out, because they are not scored yet

@@ -74,8 +74,6 @@ class Token(BaseModel, frozen=True, extra="forbid"):
 
 
 class Example(BaseModel, frozen=True, extra="forbid"):
-    """One prompt as the model is given it."""
-
     prompt_id: str
     prompt: str
     tokens: tuple[Token, ...]
@@ -93,8 +91,6 @@ class SourceCount(BaseModel, frozen=True, extra="forbid"):
 
 
 class Checked(BaseModel, frozen=True, extra="forbid"):
-    """A configuration that can be run."""
-
     example: Example  # the first training prompt
     solved: Example | None  # the first example of the warm-up, if there is one
     kinds: tuple[Example, ...]  # the first record of each kind, where that is another one
@@ -216,7 +212,6 @@ def _example(table: pa.Table, row: int, codec: TextCodec) -> Example:
 
 
 def _solved(table: pa.Table | None, codec: TextCodec) -> Example | None:
-    """The first example that is trained on."""
     row = -1 if table is None else table["answer_tokens"].is_valid().index(True).as_py()
     return None if table is None or row < 0 else _example(table, row, codec)
 

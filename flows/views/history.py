@@ -109,7 +109,6 @@ def stages_of(iteration: int) -> tuple[Stage, ...]:
 
 
 def wanted_stages(config: RunConfig, iteration: int) -> tuple[Stage, ...]:
-    """The stages of an iteration of a run, in their order."""
     if config.retrain is None:
         rewarded = config.train.policy.needs_rewards
         return tuple(stage for stage in stages_of(iteration) if rewarded or stage != Stage.REWARD)

@@ -43,7 +43,6 @@ def some(names: Sequence[str], most: int, left: str = "", between: str = ", ") -
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their columns aligned."""
     if not rows:
         return []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -23,12 +23,12 @@ from flows.views.table import MetricsFile, Row, Series, warmup_csv
 from flows.views.trackers import Makes, TrackedRun, Tracker, trackers
 from storage import layout
 from storage.backends.root import Root
-from storage.manifest import find, need
+from storage.manifest import find
 from storage.upkeep.catalog import names
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import without_secrets
 from tasks.config.run import RunConfig
-from tasks.data.tokenizer import StoredTexts
+from tasks.data.tokenizer import StoredTexts, texts_of
 from tasks.stages.names import Stage
 
 Say = Callable[[str], object]
@@ -160,8 +160,6 @@ class Reports:
 
 
 class Files:
-    """The files below a run."""
-
     def __init__(self, root: Root, run: str) -> None:
         self._root, self._run = root, run
         self._table, self._events = MetricsFile(root, run), self._sender([])
@@ -257,7 +255,7 @@ class _Examples:
 
     def show(self, iteration: int) -> None:
         if self._texts is None:
-            self._texts = StoredTexts.of(self._root, need(self._root, self._run, 0, Stage.PREPARE))
+            self._texts = texts_of(self._root, self._run)
         found = chosen(self._root, self._run, iteration, self._choice, self._texts, self._policy)
         for publish in self._publish:
             publish(found)

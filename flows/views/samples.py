@@ -18,7 +18,7 @@ from storage.turns import ended_by, sampled_by
 from storage.upkeep.archive import SAMPLES, Texts, scored, without_texts
 from storage.upkeep.catalog import names, names_of, require_run
 from tasks.config.stored import stored_config
-from tasks.data.tokenizer import StoredTexts
+from tasks.data.tokenizer import StoredTexts, texts_of
 from tasks.stages.names import Stage
 from trainer_core.batches.reading import read_samples
 from trainer_core.objectives.advantages import sample_advantages
@@ -91,8 +91,8 @@ def read_chosen(root: Root, run: str, iteration: int | None, choice: Choice) -> 
     """The chosen samples of an iteration, by default the newest that has any. Raises InputError if there is no such run
     or prompt, or the iteration has no samples."""
     require_run(root, run)
-    texts = StoredTexts.of(root, need(root, run, 0, Stage.PREPARE)) if find(root, run, 0, Stage.PREPARE) else None
-    return chosen(root, run, _sampled(root, run, iteration), choice, texts, stored_config(root, run).train.policy)
+    policy = stored_config(root, run).train.policy
+    return chosen(root, run, _sampled(root, run, iteration), choice, texts_of(root, run), policy)
 
 
 def scored_samples(
@@ -110,7 +110,7 @@ def scored_samples(
     there = sorted(at for at, stage in newest if stage == Stage.ROLLOUT)
     if iterations is not None and (missing := sorted(set(iterations) - set(there))):
         raise InputError(f"iterations {missing} of run {run!r} have no samples: those of {there} do")
-    decoded = StoredTexts.of(store, need(store, run, 0, Stage.PREPARE)) if texts else without_texts
+    decoded = (texts_of(store, run) if texts else None) or without_texts
     tables = [_joined(store, newest, at, decoded) for at in there if iterations is None or at in iterations]
     return pa.concat_tables(tables) if tables else SAMPLES.empty_table()
 
@@ -139,8 +139,6 @@ def chosen(
 
 @dataclass(frozen=True)
 class Scored:
-    """All samples of an iteration."""
-
     table: pa.Table  # schema `storage.upkeep.archive.SAMPLES`, without texts
     advantages: NDArray[np.float32] | None
     """(N,) as the trainer computes them; None if nothing is scored yet, or the loss weighs none."""

@@ -199,8 +199,6 @@ def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, w
 
 @dataclass(frozen=True)
 class _Earlier:
-    """Iterations before the newest ones."""
-
     root: Root
     run: str
     revisions: Revisions

@@ -234,12 +234,10 @@ class GrowingFile:
             return b""
 
     def replace(self, data: bytes) -> None:
-        """Write all of it again."""
         self._whole = None if self.appends else bytearray(data)
         self._upload(data)
 
     def append(self, data: bytes) -> None:
-        """Add to its end."""
         if self.appends:
             return self._root.append(self._key, data)
         if self._whole is None:

@@ -40,8 +40,6 @@ _READ_ONLY = 0o444  # `download` links stored files into scratch folders: nothin
 
 
 class LocalFiles(Backend):
-    """The files below a folder."""
-
     folder: Path
     links, appends = True, True
     repeats_files = False  # what a failed flush did not write of a linked file would be lost silently

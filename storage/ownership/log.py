@@ -26,8 +26,6 @@ _REMOVERS = 8
 
 
 class Entry(BaseModel, frozen=True, extra="forbid"):
-    """One entry of a lease's log."""
-
     format_version: Literal[1] = 1  # version of this record's own format
     number: int  # position in the log, from 1
     kind: Literal["acquired", "renewed", "released"]

@@ -17,8 +17,6 @@ _START_TIME = 19  # among the fields of /proc/PID/stat after the name in parenth
 
 
 class Owner(BaseModel, frozen=True, extra="forbid"):
-    """The process that drives a run."""
-
     name: str  # for people: the command, the flow run
     host: str  # name of the machine
     process: int  # process id there

@@ -88,7 +88,7 @@ def store_archive(
         key = layout.archive_key(run, table, range(first, last + 1), digest)
         if not root.put_file_if_absent(key, path):
             root.touch(key)  # the same content: only its manifests are newer
-    parts_bytes = sum(part.bytes for pair in pairs for manifest in pair if manifest for part in manifest.parts)
+    parts_bytes = sum(manifest.size for pair in pairs for manifest in pair if manifest)
     return Archive(run=run, key=key, iterations=(first, last), rows=rows, bytes=size, parts_bytes=parts_bytes)
 
 

@@ -88,8 +88,6 @@ class Names:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that a run has recorded."""
-
     run: str
     manifests: Mapping[str, Manifest]  # all revisions, by key, in the order of work
     retired: Mapping[str, Retired] = field(default_factory=dict)  # by the key of the manifest
@@ -120,8 +118,6 @@ class Contents:
 
 
 class RunSummary(BaseModel, frozen=True, extra="forbid"):
-    """A run in one line."""
-
     run: str  # id of the run
     iteration: int | None  # newest iteration that has a committed stage
     stage: str | None = None  # last committed stage of it
@@ -132,7 +128,6 @@ class RunSummary(BaseModel, frozen=True, extra="forbid"):
 
 
 def runs(root: Root) -> list[str]:
-    """Names of all runs, sorted."""
     return [name for name, is_run in _folders(root).items() if is_run]
 
 

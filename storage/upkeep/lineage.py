@@ -20,8 +20,6 @@ from storage.upkeep.catalog import contents, names_of, require_run, runs, survey
 
 
 class Step(BaseModel, frozen=True, extra="forbid"):
-    """One stage in a chain of origin."""
-
     run: str
     iteration: int
     stage: str
@@ -192,7 +190,7 @@ def _shares(root: Root, selection: Manifest, rollouts: set[str], prompt_id: str,
     except StorageError:
         return set()  # `verify` names it
     sources = [number for number, one in enumerate(named) if one.rollout in rollouts]
-    tables = [part for part in selection.parts if part.rows is not None] if sources else []
+    tables = selection.tables if sources else ()
     found: set[int] = set()
     for number, part in enumerate(tables):
         table = read_parts(root, [part], SELECTION, ["source", "prompt_id", "sample_id"])
@@ -204,10 +202,9 @@ def _shares(root: Root, selection: Manifest, rollouts: set[str], prompt_id: str,
 
 def _step(manifest: Manifest) -> Step:
     shared = {name: value for name, value in manifest if name in Step.model_fields}
-    parts = manifest.parts
-    rows, size = sum(part.rows or 0 for part in parts), sum(part.bytes for part in parts)
+    rows, digest = sum(part.rows or 0 for part in manifest.parts), manifest.digest
     config_digest = manifest.origin.config_digest if manifest.origin else manifest.config_digest
-    return Step(**{**shared, "digest": manifest.digest, "rows": rows, "bytes": size, "config_digest": config_digest})
+    return Step(**{**shared, "digest": digest, "rows": rows, "bytes": manifest.size, "config_digest": config_digest})
 
 
 def _source(manifest: Manifest) -> str:
@@ -230,7 +227,6 @@ def _one_row(table: pa.Table, prompt_id: str, sample_id: int) -> dict[str, Any] 
 
 
 def _prompt_text(root: Root, prepared: Manifest | None, prompt_id: str) -> str | None:
-    tables = [part for part in prepared.parts if part.rows is not None] if prepared else []
-    prompts = read_parts(root, tables, PROMPTS, ["prompt_id", "prompt"])
+    prompts = read_parts(root, prepared.tables if prepared else (), PROMPTS, ["prompt_id", "prompt"])
     found = prompts.filter(pc.field("prompt_id") == prompt_id)
     return found["prompt"][0].as_py() if found.num_rows else None

@@ -21,8 +21,6 @@ from storage.upkeep.catalog import Names, check_asked, names, stored_states
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request to do a stage again."""
-
     iteration: int
     stage: str
     reason: str

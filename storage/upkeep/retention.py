@@ -65,8 +65,6 @@ class Garbage(BaseModel, frozen=True, extra="forbid"):
 
 
 class Collection(BaseModel, frozen=True, extra="forbid"):
-    """Result of gc."""
-
     run: str
     applied: bool  # false: nothing was touched
     garbage: tuple[Garbage, ...] = ()
@@ -94,9 +92,10 @@ def collect(
     cleaning = _Cleaning(root, run, now or datetime.now(UTC), apply, fence)
     recorded = names(root, run)
     stored, unreadable = survey(root, run, recorded)
-    garbage = [*_records(root, stored, cleaning.moment), *_leftovers(root, run, cleaning.moment)]
+    there, old = root.stored(run), cleaning.moment - ORPHAN_AGE
+    garbage = [*_records([one for one in there if one.modified < old], there, stored), *_uploaded(root, run, old)]
     if not unreadable and root.exists(layout.run_config_key(run)):
-        parts = root.stored(layout.part_folder(run))
+        parts = [one for one in there if one.key.startswith(f"{layout.part_folder(run)}/")]
         pushed_out = _pushed_out(root, run, recorded, workflow, retention)
         garbage = [*cleaning.parts(parts, stored, pushed_out, retention), *garbage]
     return Collection(run=run, applied=apply, garbage=tuple(cleaning.deleted(garbage)), unreadable=tuple(unreadable))
@@ -301,31 +300,27 @@ def _key(run: str, iteration: int, stage: str, seen: Revisions) -> str:
     return layout.manifest_key(run, iteration, stage, seen.of(iteration, stage))
 
 
-def _records(root: Root, stored: Contents, moment: datetime) -> Iterator[Garbage]:
-    entries = [one for one in root.stored(layout.lease_folder(stored.run)) if layout.lease_number(one.key)]
-    for one in entries[:-1]:  # the newest entry says which process drives the run, if any
-        if one.modified < moment - ORPHAN_AGE:
-            yield Garbage(key=one.key, bytes=one.bytes, reason="a lease entry that others followed")
+def _records(old: Iterable[Stored], there: Iterable[Stored], stored: Contents) -> Iterator[Garbage]:
+    """Of the old objects those that the records of a run supersede, or that were never finished."""
+    last = max((number for one in there if (number := layout.lease_number(one.key))), default=0)
     done = set(stored.pieces) - set(stored.unfinished)
-    for one in root.stored(layout.manifest_folder(stored.run)):
-        if one.modified >= moment - ORPHAN_AGE:
-            continue
-        if one.key in done:
-            yield Garbage(key=one.key, bytes=one.bytes, reason="a piece of a stage that is committed")
-        elif (piece := layout.piece_of_increment(one.key)) and (
-            piece in stored.pieces or layout.stage_of(one.key) in stored.manifests
-        ):
-            yield Garbage(key=one.key, bytes=one.bytes, reason="an increment of responses that are stored")
-        elif layout.is_attempt(one.key) and layout.stage_of(one.key) in stored.manifests:
-            yield Garbage(key=one.key, bytes=one.bytes, reason="an attempt at a stage that is committed")
+    for one in old:
+        piece, committed = layout.piece_of_increment(one.key), layout.stage_of(one.key) in stored.manifests
+        reasons = {
+            # the newest entry says which process drives the run, if any
+            "a lease entry that others followed": (layout.lease_number(one.key) or last) < last,
+            "a piece of a stage that is committed": one.key in done,
+            "an increment of responses that are stored": piece and (piece in stored.pieces or committed),
+            "an attempt at a stage that is committed": layout.is_attempt(one.key) and committed,
+            "a write that a crash ended": layout.is_temporary(one.key),
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            yield Garbage(key=one.key, bytes=one.bytes, reason=reason)
 
 
-def _leftovers(root: Root, run: str, moment: datetime) -> Iterator[Garbage]:
-    for one in root.stored(run):
-        if layout.is_temporary(one.key) and one.modified < moment - ORPHAN_AGE:
-            yield Garbage(key=one.key, bytes=one.bytes, reason="a write that a crash ended")
+def _uploaded(root: Root, run: str, old: datetime) -> Iterator[Garbage]:
     for one in _uploads(root, run):
-        if one.started < moment - ORPHAN_AGE:
+        if one.started < old:
             yield Garbage(key=one.key, bytes=0, reason="an upload that a crash ended", upload=one.id)
 
 

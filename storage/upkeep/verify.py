@@ -34,8 +34,6 @@ _READERS = 4
 
 
 class Problem(StrEnum):
-    """Faults of an object."""
-
     DAMAGED = "damaged"  # it is not what was written
     MISSING = "missing"  # a manifest or piece names it, and it is not there
     UNKNOWN_INPUT = "unknown-input"  # it was made from a manifest that the run does not have
@@ -52,8 +50,6 @@ _HARMLESS = (Problem.ORPHANED, Problem.SOURCE_GONE, Problem.UNCOPIED, Problem.ST
 
 
 class Finding(BaseModel, frozen=True, extra="forbid"):
-    """One object that is not as it should be."""
-
     fault: Problem
     key: str  # key below the storage root
     detail: str  # the finding, in words

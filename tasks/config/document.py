@@ -254,7 +254,6 @@ def written(document: Mapping[str, Any], path: Sequence[str] = ()) -> Iterator[s
 
 
 def toml(value: Any) -> str:
-    """A value as TOML, on one line."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{_key(key)} = {toml(one)}' for key, one in value.items() if one is not None)}}}"
     if isinstance(value, list | tuple):

@@ -100,7 +100,6 @@ class RewardSection(_Tried):
 
     @property
     def tried(self) -> bool:
-        """The setting `try`."""
         return vars(self)["try"]
 
     @property

@@ -57,8 +57,6 @@ class ConfigRecord(RunConfig):
 
 @dataclass(frozen=True)
 class StoredConfig:
-    """A record that was read."""
-
     config: RunConfig  # with defaults for the keys that the record lacks
     digest: str  # the `config_digest` of every manifest that the run makes now
     first: str  # the same of revision 0: identity of the configuration that the run was started with

@@ -57,8 +57,6 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Opened:
-    """A source that can be read."""
-
     digest: str  # identity of its content
     records: Callable[[], Iterator[Read]]  # its records, from the first; raises InputError where one cannot be read
 

@@ -26,8 +26,6 @@ _HOLD_OUT = 2  # of the random streams derived from a run's seed
 
 @dataclass(frozen=True)
 class Room:
-    """Limits on the length of a prompt."""
-
     context: int  # longest sequence that engine and model take, in tokens
     max_tokens: int  # tokens of it that a response may take
     max_length: int | None = None  # longest sequence that the trainer takes, for prompts with solved answers

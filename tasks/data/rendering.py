@@ -61,8 +61,6 @@ class Notes:
 
 @dataclass
 class Renderer:
-    """Rendering of the records of one source."""
-
     source: DataSource
     codec: TextCodec
     where: str

@@ -35,8 +35,6 @@ TABLES = ("train", "held_out", "warmup")
 
 @dataclass(frozen=True)
 class Counted:
-    """One source of a table."""
-
     name: str
     rows: int  # prompts of it in the table
     dropped: int = 0  # prompts of it that were too long

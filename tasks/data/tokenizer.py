@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from storage.backends.root import Root
 from storage.digest import bytes_digest, value_digest
 from storage.errors import InputError
-from storage.manifest import Manifest
+from storage.manifest import Manifest, find
 from storage.parts import read_part, read_parts, row_views
 from storage.schema import PROMPTS
 from tasks.data.backends import Backend, Chat, read_backend, special_tokens
@@ -60,7 +60,6 @@ class TextCodec:
 
     @property
     def has_template(self) -> bool:
-        """True if messages can be rendered."""
         return self.backend.template is not None
 
     @property
@@ -216,3 +215,9 @@ class StoredTexts:
             seen = [without(row.tolist(), self.left_out) for row in rows]
             texts += self.tokenizer.decode_batch(seen, skip_special_tokens=False)
         return texts
+
+
+def texts_of(root: Root, run: str) -> StoredTexts | None:
+    """The texts of a run; None if its prompts are not stored."""
+    prepared = find(root, run, 0, "prepare")
+    return None if prepared is None else StoredTexts.of(root, prepared)

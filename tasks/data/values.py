@@ -75,7 +75,6 @@ def is_blank(text: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value in short."""
     return _short.repr(value)
 
 

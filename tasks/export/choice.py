@@ -18,8 +18,6 @@ _METRICS = {PASSES: "pass_rate", "reward": "reward_mean"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """One iteration of a run, with the records of the run."""
-
     run: str
     iteration: int
     recorded: Contents

@@ -230,8 +230,7 @@ def _compare(chosen: Chosen, found: str) -> None:
 def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, model_config: dict) -> None:
     """Write everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
     prepared = chosen.manifest(Stage.PREPARE, 0)
-    model = {part.name.removeprefix(MODEL): part for part in prepared.parts if part.name.startswith(MODEL)}
-    others = {name: part for name, part in model.items() if name != _CONFIG and not is_weights(name)}
+    others = {name: part for name, part in prepared.below(MODEL).items() if name != _CONFIG and not is_weights(name)}
     texts = {name: read_part(root, part) for name, part in others.items()}
     texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
     for name, text in texts.items():

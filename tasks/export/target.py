@@ -44,8 +44,6 @@ class Hashed:
 
 @dataclass
 class ExportFolder:
-    """A new folder."""
-
     shown: str  # its name in messages
     fs: Any
     path: str

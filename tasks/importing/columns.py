@@ -24,8 +24,6 @@ _FORMS = ("jsonl", "json", "parquet")
 
 @dataclass(frozen=True)
 class FileRows:
-    """Some rows of a file."""
-
     file: str
     first: int  # SampleRows of the file before these
     names: tuple[str, ...]  # columns that the file has
@@ -145,8 +143,6 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column of some rows of a file."""
-
     batch: FileRows
     name: str  # property of a sample
     called: str  # its name in the file
@@ -214,7 +210,6 @@ def any_of(lists: pa.Array, wrong: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def lengths_of(lists: pa.Array) -> NDArray[np.int64]:
-    """(N,) lengths of lists."""
     return pc.list_value_length(lists).to_numpy(zero_copy_only=False).astype(np.int64)  # pyright: ignore[reportAttributeAccessIssue]
 
 

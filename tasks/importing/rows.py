@@ -230,7 +230,6 @@ def _with_gaps(lists: pa.ListArray, lengths: NDArray[np.int64]) -> NDArray[np.bo
 
 
 def _digests(tokens: pa.ListArray) -> Iterator[int]:
-    """xxh3-128 of each row of tokens."""
     flat, offsets = _flat(tokens), tokens.offsets.to_numpy()
     starts = offsets - offsets[0]
     return (xxhash.xxh3_128_intdigest(flat[a:b].tobytes()) for a, b in itertools.pairwise(starts))

@@ -110,7 +110,6 @@ class _Samples:
 
     @property
     def groups(self) -> int:
-        """Prompts so far."""
         return len(self._prompts)
 
     def check(self) -> None:
@@ -179,8 +178,6 @@ class _Samples:
 
 @dataclass
 class _File:
-    """One file, which becomes one iteration."""
-
     root: Root
     samples: _Samples
     iteration: int

@@ -171,8 +171,7 @@ def scored_before(work: Work, rollouts: Rollouts) -> Scores | None:
     sources = sources_of(work.config.reward)
     if one.facts[SCORED_BY] != scored_by(work.config.reward, sources):
         return None
-    parts = [part for part in one.parts if part.name.startswith(_REWARDS)]
-    return Scores([*_scores(read_parts(work.root, parts, REWARD))], sources)
+    return Scores([*_scores(read_parts(work.root, [*one.below(_REWARDS).values()], REWARD))], sources)
 
 
 def _scores(rewards: pa.Table) -> Iterator[Score]:

@@ -105,8 +105,8 @@ def _check_tokenizer(prepared: Prepared, rollout: Rollout) -> None:
 
 
 def _tokenizer(manifest: Manifest) -> dict[str, str]:
-    names = {part.name.removeprefix(MODEL): part.digest for part in manifest.parts if part.name.startswith(MODEL)}
-    return {name: names[name] for name in _TOKENIZER if name in names}
+    parts = manifest.below(MODEL)
+    return {name: parts[name].digest for name in _TOKENIZER if name in parts}
 
 
 def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> None:

@@ -131,7 +131,7 @@ class Selected(View):
     @property
     def shares(self) -> tuple[Part, ...]:
         """The tables of samples, in order: an iteration trains on one."""
-        return tuple(part for part in self.manifest.parts if part.rows is not None)
+        return self.manifest.tables
 
     temperature = Fact("a number", lambda value: float(value) if isinstance(value, int | float) else None)
     """Temperature at which the samples were drawn."""

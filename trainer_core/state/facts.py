@@ -50,8 +50,6 @@ class LoraFacts(LoraConfig):
 
 
 class StateFacts(Frozen):
-    """Facts of a saved state."""
-
     step: int  # optimizer updates since the model was imported, warm-up included
     optimizer_updates: int  # updates of the optimizer that the state holds; 0 for a fresh one
     optimizer: OptimizerConfig  # configuration of that optimizer
@@ -74,8 +72,6 @@ class StateFacts(Frozen):
 
 
 class StateComparison(Frozen):
-    """Counts of what was compared, and the differences."""
-
     weights: int
     """Weight tensors compared; one tensor holds a kind of weight of all layers, the layer is its first index."""
     optimizer: int  # tensors of the optimizer compared: both moments and the main weights

@@ -45,8 +45,6 @@ class _Entry:
 
 
 class MappedFiles:
-    """The files of one rank in a folder."""
-
     def __init__(
         self,
         directory: Path,

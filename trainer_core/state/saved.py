@@ -27,8 +27,6 @@ def bits(values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Region:
-    """A box in a tensor."""
-
     start: tuple[int, ...]  # first index along each axis
     shape: tuple[int, ...]  # length along each axis
 
@@ -52,8 +50,6 @@ class Region:
 
 @dataclass(frozen=True)
 class Box:
-    """A box in a whole tensor."""
-
     name: str  # name of the whole tensor
     size: tuple[int, ...]  # shape of the whole tensor, padding of the vocabulary included
     content: tuple[int, ...]  # shape of the whole tensor without that padding
@@ -61,7 +57,6 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """Number of elements in the box."""
         return math.prod(self.region.shape)
 
     def positions(self, first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -140,8 +135,6 @@ def _within(row: int, boxes: Iterable[_Bounds]) -> Iterator[_Bounds]:
 
 @dataclass
 class SavedTensor:
-    """A whole tensor of a state."""
-
     size: tuple[int, ...]
     dtype: torch.dtype
     boxes: dict[Region, Any] = field(default_factory=dict)  # the boxes in which it is stored, and the open file of each

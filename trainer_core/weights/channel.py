@@ -125,7 +125,6 @@ class Signals:
         self._until_released(bucket.sender, earlier, f"engines to read bucket {bucket.number} of the plan")
 
     def publish(self, bucket: Bucket) -> None:
-        """Say that a bucket can be read."""
         self.counted[self.place[bucket.sender]] = self.turn[bucket.number] + 1
 
     def read_by_all(self, sender: int) -> None:
@@ -138,11 +137,9 @@ class Signals:
         self.wait(lambda: self.is_published(bucket), what)
 
     def is_published(self, bucket: Bucket) -> bool:
-        """True if a bucket can be read."""
         return bool(self.counted[self.place[bucket.sender]] > self.turn[bucket.number])
 
     def release(self, bucket: Bucket, receiver: int) -> None:
-        """Say that a receiver has read a bucket."""
         self.released[self.place[bucket.sender], receiver] = self.turn[bucket.number] + 1
 
     def _until_released(self, sender: int, wanted: int, what: str) -> None:

@@ -64,7 +64,6 @@ class WholeExport:
     """The export of such weights. Nothing of it is kept from one call to the next."""
 
     def __init__(self, model: Model, tables: Sequence[Table]) -> None:
-        """`tables` are those of all ranks."""
         self._model = model
         self._config = Settings(model.config).digest()
         stages = set(dist.get_process_group_ranks(cast(Any, parallel_state.get_pipeline_model_parallel_group())))

@@ -99,7 +99,6 @@ class SharedSender:
 
 
 def host_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> SharedSender:
-    """A sender through shared memory of the host."""
     arenas = SharedArenas(channel, plan, rank, new=True)
     arenas.pin(device)
     staging = None if device.type == "cpu" else torch.empty_like(arenas.buffers[0], device=device)
