@@ -24,8 +24,7 @@ _LIKE_MESSAGES = re.compile(
     r"[\s\ufeff]*("
     rf"""\w*\(*\s*[\[{{]{_has("role")}|(-\s|\w*[\[({{"'])({_has("role", "content")}|{_has("from", "value")}))""",
     re.DOTALL,
-)
-"""Forms of messages: JSON, as Python writes lists, arrays and objects, and as YAML: a bracket, and their keys."""
+)  # forms of messages: JSON, as Python writes lists, arrays and objects, and as YAML: a bracket, and their keys
 
 
 @dataclass(frozen=True)

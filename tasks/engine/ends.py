@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-END = -1
-"""Entry of the table for a token that ends the response."""
+END = -1  # entry of the table for a token that ends the response
 _KEPT = 8  # sets of stop tokens and texts that an idle engine remembers
 
 

@@ -57,8 +57,7 @@ def load_engine(target: UserFunction) -> type[Any]:
     return kind
 
 
-_Queued = dict[int, Sequence[Begun]]
-"""The beginnings of the responses of each batch that is under way, by its number."""
+_Queued = dict[int, Sequence[Begun]]  # the beginnings of the responses of each batch that is under way, by its number
 
 
 class OwnEngine(EngineProtocol):

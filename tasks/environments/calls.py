@@ -20,8 +20,7 @@ class Parts(NamedTuple):
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments, as JSON
 
 
-Reader = Callable[[str, Sequence[Any]], Parts]
-"""Takes the text of an answer and the tools that it may call."""
+Reader = Callable[[str, Sequence[Any]], Parts]  # takes the text of an answer and the tools that it may call
 
 
 def by_tags(text: str, tools: Sequence[Any]) -> Parts:

@@ -26,8 +26,7 @@ from tasks.rewards.words import LONGEST, described, hide, shown, storable
 from tasks.rewards.worker import killed_with_descendants
 from trainer_core.user_code import UserFunction
 
-LARGEST = 1 << 20
-"""Bytes of an answer of an environment: one that says more has failed."""
+LARGEST = 1 << 20  # bytes of an answer of an environment: one that says more has failed
 PACKET = 1 << 17
 _PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 _TICK_S = 1.0

@@ -43,12 +43,9 @@ class Host:
     def __init__(self, section: EnvironmentSection) -> None:
         self._section, self._numbers = section, itertools.count()
         self._replacing = asyncio.Lock()
-        self.source = ""
-        """Digest of the file of the class, and of those beside it that it imports."""
-        self.drives = False
-        """True if it is a function that drives conversations."""
-        self.reads = False
-        """True if its steps take the calls of tools in an answer."""
+        self.source = ""  # digest of the file of the class, and of those beside it that it imports
+        self.drives = False  # True if it is a function that drives conversations
+        self.reads = False  # True if its steps take the calls of tools in an answer
 
     def __enter__(self) -> Self:
         self._start()

@@ -19,8 +19,7 @@ from tasks.environments.trajectory import Answer
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import check_version
 
-_WAIT_S = 0.05
-"""Seconds of one call, and so the longest time for which a new request waits for a step."""
+_WAIT_S = 0.05  # seconds of one call, and so the longest time for which a new request waits for a step
 
 
 class Sampler(Protocol):

@@ -20,10 +20,8 @@ class Failure(BaseModel, frozen=True, extra="forbid"):
 class PlayedScore(BaseModel, frozen=True, extra="forbid"):
     """Rewards of one sample."""
 
-    rewards: tuple[float | None, ...]
-    """Of its answers, in order; None where there is none."""
-    failure: Failure | None = None
-    """The last failure, if there were too many."""
+    rewards: tuple[float | None, ...]  # of its answers, in order; None where there is none
+    failure: Failure | None = None  # the last failure, if there were too many
     rewritten: int = 0
     """Number of observations at which the chat template would write earlier turns in another way than the policy has
     seen and sampled them."""
@@ -42,18 +40,14 @@ class PlayedScore(BaseModel, frozen=True, extra="forbid"):
 class Course(BaseModel, frozen=True, extra="forbid"):
     """Course of one conversation, which may differ between two runs with the same result."""
 
-    failures: tuple[Failure, ...]
-    """Of all its environments, in order."""
+    failures: tuple[Failure, ...]  # of all its environments, in order
     environment_s: tuple[float, ...]
     """Seconds of the last environment: of its beginning, and of each answer; of a function that drives, in all."""
-    failed_s: float = 0.0
-    """Seconds of the environments that failed, but for turns that another one went on with."""
-    sampling_s: float
-    """Seconds of waiting for the engines, for the answers that are in its row."""
+    failed_s: float = 0.0  # seconds of the environments that failed, but for turns that another one went on with
+    sampling_s: float  # seconds of waiting for the engines, for the answers that are in its row
     eligible_blocks: int = 0
     """Full blocks of tokens before its later answers that the prefix cache of an engine had from an earlier one."""
-    cached_blocks: int = 0
-    """Those of them that were there."""
+    cached_blocks: int = 0  # those of them that were there
 
 
 class Kept(BaseModel, frozen=True, extra="forbid"):

@@ -137,8 +137,7 @@ KINDS = {
     "seed": _INTEGER,
     "temperature": _NUMBER,
     "top_p": _NUMBER,
-}
-"""Properties of a sample."""
+}  # properties of a sample
 
 
 @dataclass(frozen=True)

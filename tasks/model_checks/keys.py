@@ -208,8 +208,7 @@ KEYS: Mapping[str, Mapping[str, Obeyed]] = {
         "mlp_only_layers": only([], None),
     },
     "DeepseekV3ForCausalLM": {**_EVERYWHERE, **_NO_WINDOW, **_LATENT},
-}
-"""Obeyed keys of config.json, by architecture that can be built without Transformer Engine."""
+}  # obeyed keys of config.json, by architecture that can be built without Transformer Engine
 
 _FACTOR = number(4.0, 1.5, least=1.0, absent="it is the scaling")
 _OF_EVERY_ROPE: Mapping[str, Obeyed] = {"rope_theta": number(1e6, 500.0), "partial_rotary_factor": only(1.0)}
@@ -245,5 +244,4 @@ ROPE: Mapping[str, Mapping[str, Mapping[str, Obeyed]]] = {
         "Qwen3MoeForCausalLM": {"default": {}, "yarn": _YARN},
         "DeepseekV3ForCausalLM": {"default": {}, "yarn": _LATENT_YARN},
     }.items()
-}
-"""Obeyed keys of `rope_parameters` (or `rope_scaling`, its older name), by architecture and `rope_type` (or `type`)."""
+}  # obeyed keys of `rope_parameters` (or `rope_scaling`, its older name), by architecture and `rope_type` (or `type`)

@@ -55,8 +55,7 @@ class Unreadable(ValueError):
 class Answer:
     """An answer. It is a value if it has an expression, else a choice or a text."""
 
-    text: str
-    """As texts are compared."""
+    text: str  # as texts are compared
     choice: str = ""  # letter
     expression: Any = None  # of sympy
     percent: bool = False

@@ -10,8 +10,7 @@ from typing import Any
 from tasks.rewards.sample import Sample, Score, failed
 from tasks.rewards.words import described, shown, storable
 
-LARGEST = (2 - 2**-23) * 2.0**127
-"""Of float32, in which rewards are stored."""
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards are stored
 
 _GIVEN = {False: ("record", "response", "sample"), True: ("records", "responses", "samples")}
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -96,10 +95,8 @@ class Parameters:
     """The parameters of a function, to which values are bound by name."""
 
     batch: bool
-    wants_sample: bool
-    """True if it has one called `sample`, or `samples` of a batch."""
-    positional: tuple[tuple[str, Any], ...]
-    """Names and defaults of those that can only be given by position."""
+    wants_sample: bool  # True if it has one called `sample`, or `samples` of a batch
+    positional: tuple[tuple[str, Any], ...]  # names and defaults of those that can only be given by position
 
     def call(self, function: Callable[..., Any], values: Sequence[object], arguments: Mapping[str, Any]) -> Any:
         """The result of the function for a record, a response and a sample, or for lists of these."""

@@ -56,8 +56,7 @@ class ScoringOrder:
     """Order for scoring processes."""
 
     target: Target
-    arguments: Mapping[str, Any]
-    """As configured: secrets are looked up when a process starts."""
+    arguments: Mapping[str, Any]  # as configured: secrets are looked up when a process starts
     weights: Mapping[str, float]
     batch: bool
     deadline_s: float
@@ -94,8 +93,7 @@ class Worker:
 
     def __init__(self, order: ScoringOrder, stop: threading.Event | None = None) -> None:
         self._order, self._stop = order, stop or threading.Event()
-        self.source = ""
-        """Digest of the file that the function is from."""
+        self.source = ""  # digest of the file that the function is from
         self._wants_sample = False
 
     def __enter__(self) -> Self:
@@ -185,10 +183,8 @@ class Worker:
 class Scored:
     """The result of a function for all responses."""
 
-    scores: list[Score | None]
-    """In order; None where scoring ended before, because too many had failed."""
-    source: str
-    """Digest of the file that the function is from."""
+    scores: list[Score | None]  # in order; None where scoring ended before, because too many had failed
+    source: str  # digest of the file that the function is from
 
 
 def score_in_processes(

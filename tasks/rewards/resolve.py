@@ -17,8 +17,7 @@ VERSIONS: Mapping[str, int] = {
     "tasks.rewards.math:math_verify": 1,
     "tasks.rewards.code:code_tests": 1,
     "tasks.rewards.judge:judge": 1,
-}
-"""Our own functions. A change that makes one score differently raises its version."""
+}  # our own functions. A change that makes one score differently raises its version.
 _GRADED = {"tasks.rewards.match:characters"}
 _IN_SANDBOX = {"tasks.rewards.code:code_tests"}
 _ASKS = {"tasks.rewards.judge:judge"}

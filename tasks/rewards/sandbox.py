@@ -44,14 +44,10 @@ class SandboxFailed(StageFailed):
 class ProgramLimits:
     seconds: float = 10.0
     """Seconds to its end; the start of the sandbox does not count. A process has as many of processor time."""
-    memory_mb: int = 512
-    """Address space of each of its processes, in MiB."""
-    processes: int = 16
-    """Processes and threads at a time."""
-    files_mb: int = 16
-    """Bytes that it may write to files, which are in memory, in MiB."""
-    output_kb: int = 64
-    """Bytes that it may write to standard output and standard error together, in KiB."""
+    memory_mb: int = 512  # address space of each of its processes, in MiB
+    processes: int = 16  # processes and threads at a time
+    files_mb: int = 16  # bytes that it may write to files, which are in memory, in MiB
+    output_kb: int = 64  # bytes that it may write to standard output and standard error together, in KiB
 
 
 _NO_TIME = ProgramLimits(seconds=0.0)
@@ -61,14 +57,10 @@ _NO_TIME = ProgramLimits(seconds=0.0)
 class Ran:
     """The end of a program."""
 
-    code: int | None
-    """Exit code, 128 + N if signal N ended it; None if it was stopped for its time or its output."""
-    output: str
-    """Text that it wrote to standard output."""
-    errors: str
-    """Text that it wrote to standard error."""
-    stopped: str | None
-    """Limit for which it was stopped: `seconds` or `output_kb`."""
+    code: int | None  # exit code, 128 + N if signal N ended it; None if it was stopped for its time or its output
+    output: str  # text that it wrote to standard output
+    errors: str  # text that it wrote to standard error
+    stopped: str | None  # limit for which it was stopped: `seconds` or `output_kb`
 
 
 def check_sandbox() -> None:

@@ -17,8 +17,7 @@ from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processe
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score, failed
 
-EXAMPLES = 3
-"""Failures that a message shows; so many are collected before scoring ends early."""
+EXAMPLES = 3  # failures that a message shows; so many are collected before scoring ends early
 _ROUNDING = 1e-6  # 0.29 * 100 is below 29
 
 

@@ -23,8 +23,7 @@ from tasks.rewards.sandbox import check_sandbox
 from tasks.rewards.scoring import failures_allowed, order_of, score_responses, scoring_processes
 from trainer_core.effects import Unused, without_effect
 
-WRONG = "I do not know."
-"""The response that is wrong for every record."""
+WRONG = "I do not know."  # the response that is wrong for every record
 _RECORDS = 3
 _SHOWN = 3
 _EXCERPT = 60
@@ -41,8 +40,7 @@ class _Reader(NamedTuple):
 _READERS = {
     "tasks.rewards.math:math_verify": _Reader("reads_gold", "answer", "answers"),
     "tasks.rewards.code:code_tests": _Reader("reads_tests", "tests", "tests"),
-}
-"""Our functions that read more of a record than a text."""
+}  # our functions that read more of a record than a text
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class Call:
     """One call of the reward."""
 
     prompt_id: str
-    own: bool
-    """True if the response is the record's own answer."""
+    own: bool  # True if the response is the record's own answer
     response: str
     score: Score
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from trainer_core import user_code
 
-LONGEST = 1000
-"""Characters of a text, about."""
-SAID_LAST = "; it said last: "
-"""Before the words of which the last ones matter."""
+LONGEST = 1000  # characters of a text, about
+SAID_LAST = "; it said last: "  # before the words of which the last ones matter
 _PLACE = re.compile(r" \([^()\n]{1,100}, line \d+\)$")
 _ROOM = 8 * LONGEST  # the owner knows more secrets, and shortens after it has taken them out
 _MASK = "***"

@@ -14,8 +14,7 @@ from storage.errors import StageFailed
 from storage.write_behind import Answer
 from tasks.stages.context import RunContext
 
-LINGER_S = 10.0
-"""Longest wait for the thread when the training has failed or was interrupted."""
+LINGER_S = 10.0  # longest wait for the thread when the training has failed or was interrupted
 
 
 class Beside[T]:

@@ -41,8 +41,7 @@ class Groups:
     prompts: pa.Table
     repeats: NDArray[np.int64]
     """(groups,) how often each prompt was drawn earlier in this rollout: its sample numbers continue from there."""
-    position: int
-    """Prompts drawn since the run began, before the first of these."""
+    position: int  # prompts drawn since the run began, before the first of these
 
     @property
     def positions(self) -> range:
@@ -72,12 +71,9 @@ class Refill:
 
     work: Work
     prepared: Prepared
-    decides: Sequence[JsonValue]
-    """Values that decide the samples, beside their places."""
-    groups: list[Groups] = field(default_factory=list)
-    """Prompts drawn so far."""
-    played: list[Kept] = field(default_factory=list)
-    """Conversations with environments about them."""
+    decides: Sequence[JsonValue]  # values that decide the samples, beside their places
+    groups: list[Groups] = field(default_factory=list)  # prompts drawn so far
+    played: list[Kept] = field(default_factory=list)  # conversations with environments about them
     parts: list[Part] = field(default_factory=list)
     """Scores of the samples, a part a draw; none where environments gave them."""
     _samples: pa.Table = field(default_factory=ROLLOUT.empty_table)

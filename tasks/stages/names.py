@@ -30,8 +30,7 @@ WORKFLOW = Workflow(
     ends_iteration=Stage.WEIGHT_SYNC,
     selects=Stage.SELECT,
     behind={Stage.PREPARE: LOOP[3:], **{stage: LOOP[after:] for after, stage in enumerate(LOOP[1:], 2)}},
-)
-"""Roles of the stages in storage."""
+)  # roles of the stages in storage
 
 RETRAINING = replace(WORKFLOW, ends_iteration=Stage.TRAIN)
 """The same for a run that trains on stored samples: no engine serves its weights."""

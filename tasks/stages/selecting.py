@@ -135,8 +135,7 @@ class Selecting:
     """A selection in progress. Each rollout is given to `add`, and what `shares` yields meanwhile is stored."""
 
     section: RetrainSection
-    scored: bool = True
-    """Samples without a score are left out, unless they are to be scored again."""
+    scored: bool = True  # samples without a score are left out, unless they are to be scored again
     sources: list[Source] = field(default_factory=list)
     answered: dict[str, Answered] = field(default_factory=dict)
     """By the digest of their stage `prepare`, if they are to be scored again."""

@@ -54,8 +54,7 @@ class GroupHandle:
     def __init__(self, group: Group, deadlines: WorkersSection, replaces: bool = False) -> None:
         """With `replaces` the members take the place of others that this process had started."""
         self._group, self.deadlines = group, deadlines
-        self.awaited = False
-        """True if it was waited for since it was started."""
+        self.awaited = False  # True if it was waited for since it was started
         self.began = time.time() if replaces else psutil.Process().create_time()
         """Since when it is waited for, in seconds since the epoch: the first since this process exists."""
 

@@ -24,8 +24,7 @@ _HARMLESS = re.compile(
     r"|Warning: NUMA binding: "  # vLLM on CPU
     r"|^Loading safetensors checkpoint shards: "  # its progress bar
     r"|^\[Gloo\] Rank \d+ is connected to "
-)
-"""Lines of libraries that do not concern a user."""
+)  # lines of libraries that do not concern a user
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 Say = Callable[[str], object]

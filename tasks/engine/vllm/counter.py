@@ -9,8 +9,7 @@ share their noise. Imports numpy only.
 import numpy as np
 from numpy.typing import NDArray
 
-LANE = 128
-"""Entries of the vocabulary among which the four words of a counter are this far apart."""
+LANE = 128  # entries of the vocabulary among which the four words of a counter are this far apart
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _ROUNDS = 10
@@ -18,8 +17,7 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 _SCALE = np.float32(4.6566127342e-10)  # of 31 bits to (0, 1); also the smallest value that is drawn
 _AT_ONCE = 1 << 16  # entries, whose numbers then stay in the processor's cache
 
-Words = NDArray[np.uint64]
-"""Words of 32 bits, each in 64: products of two fit."""
+Words = NDArray[np.uint64]  # words of 32 bits, each in 64: products of two fit
 
 
 def philox(key: Words, first: Words, second: Words) -> tuple[Words, Words, Words, Words]:

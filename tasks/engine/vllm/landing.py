@@ -28,34 +28,26 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from storage.errors import SyncMismatch
 from trainer_core.weights.plan import PlannedTensor, WeightPlan
 
-Box = tuple[tuple[int, int], ...]
-"""First and last + 1 entry of each dimension."""
+Box = tuple[tuple[int, int], ...]  # first and last + 1 entry of each dimension
 
-Layers = Mapping[str, torch.nn.Module]
-"""All modules of a model by all of their names: see `named_layers`."""
+Layers = Mapping[str, torch.nn.Module]  # all modules of a model by all of their names: see `named_layers`
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-"""Layers that vLLM fuses into one, in the order of their rows."""
+}  # layers that vLLM fuses into one, in the order of their rows
 
 
 @dataclass(frozen=True)
 class Place:
     """Place of one tensor of the checkpoint."""
 
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    of: Box
-    """The part of it that this worker holds; empty where another worker holds it, as with experts."""
-    layer: str
-    """Name of the module."""
-    parameter: str
-    """Name of the parameter in the module."""
-    into: Box
-    """The part of the parameter that it fills."""
+    shape: tuple[int, ...]  # of the whole tensor
+    of: Box  # the part of it that this worker holds; empty where another worker holds it, as with experts
+    layer: str  # name of the module
+    parameter: str  # name of the parameter in the module
+    into: Box  # the part of the parameter that it fills
 
     @cached_property
     def held(self) -> bool:
@@ -82,14 +74,12 @@ class Place:
 class Landing:
     """The table of one worker."""
 
-    places: dict[str, Place] = field(default_factory=dict)
-    """By name of the tensor in the checkpoint."""
+    places: dict[str, Place] = field(default_factory=dict)  # by name of the tensor in the checkpoint
     shapes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     """Of each parameter, by module and name."""
     types: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
     """Of each parameter, and of those that belong to an earlier module."""
-    padding: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Entries of a parameter that no checkpoint fills."""
+    padding: dict[tuple[str, str], int] = field(default_factory=dict)  # entries of a parameter that no checkpoint fills
 
     def check(self, plan: WeightPlan, also: Callable[[str], bool]) -> None:
         """Compare with a plan: it must fill every parameter, and hold nothing that has no place, unless `also` says
@@ -235,12 +225,9 @@ class Rows:
     """Rows that a linear layer takes from one tensor of the checkpoint."""
 
     source: str
-    total: int
-    """Rows of that tensor."""
-    start: int
-    """First of them that this worker holds."""
-    count: int
-    """Number of rows."""
+    total: int  # rows of that tensor
+    start: int  # first of them that this worker holds
+    count: int  # number of rows
 
 
 def _rows(layer: LinearBase, name: str) -> list[Rows] | None:

@@ -22,8 +22,7 @@ from trainer_core.weights.digest import BegunDigests
 from trainer_core.weights.packing import views
 from trainer_core.weights.plan import PlannedTensor
 
-Planned = Mapping[int, Sequence[PlannedTensor]]
-"""The tensors of each bucket by its number, by offset."""
+Planned = Mapping[int, Sequence[PlannedTensor]]  # the tensors of each bucket by its number, by offset
 
 
 @dataclass(frozen=True)
@@ -31,18 +30,15 @@ class Parcel:
     """A bucket that has arrived."""
 
     number: int
-    planned: Sequence[PlannedTensor]
-    """Tensors that it contains."""
-    buffer: torch.Tensor
-    """(bytes,) uint8."""
+    planned: Sequence[PlannedTensor]  # tensors that it contains
+    buffer: torch.Tensor  # (bytes,) uint8
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of everything in it."""
         return views(self.planned, self.buffer)
 
 
-Arriving = Iterator[Parcel]
-"""One bucket after another, each until the next one is asked for."""
+Arriving = Iterator[Parcel]  # one bucket after another, each until the next one is asked for
 
 
 class _Loadable(Protocol):
@@ -56,8 +52,7 @@ class _Loadable(Protocol):
 class Lane(Protocol):
     """A way of loading."""
 
-    keeps_views: bool
-    """True if loaders may read a tensor later, so that it must not lie in an arena."""
+    keeps_views: bool  # True if loaders may read a tensor later, so that it must not lie in an arena
 
     def begin(self) -> None:
         """Prepare the model; from now on it must not compute."""

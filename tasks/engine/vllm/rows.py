@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from tasks.engine.ends import END, Ends
 
-Places = NDArray[np.intp]
-"""Indices of rows."""
+Places = NDArray[np.intp]  # indices of rows
 
 _COLUMNS = 11
 SERIAL, SLOT, LINE, COMPUTED, SAMPLED, FLYING, STEPS, LIMIT, ROOM, DUE, DUE_AT = range(_COLUMNS)
@@ -23,54 +22,35 @@ sampled tokens, and ms of the steady clock, at which its new tokens are due."""
 class Entry(NamedTuple):
     """A request as it becomes a row."""
 
-    name: str
-    """Its id."""
-    request: Any
-    """The scheduler's object for it."""
-    line: int
-    """See `LINE`."""
-    computed: int
-    """See `COMPUTED`."""
-    sampled: int
-    """See `SAMPLED`."""
-    flying: int
-    """See `FLYING`."""
-    limit: int
-    """See `LIMIT`."""
-    due: int
-    """See `DUE`."""
-    due_at: int
-    """See `DUE_AT`."""
+    name: str  # its id
+    request: Any  # the scheduler's object for it
+    line: int  # see `LINE`
+    computed: int  # see `COMPUTED`
+    sampled: int  # see `SAMPLED`
+    flying: int  # see `FLYING`
+    limit: int  # see `LIMIT`
+    due: int  # see `DUE`
+    due_at: int  # see `DUE_AT`
 
 
 class Left(NamedTuple):
     """A request as it leaves the rows."""
 
-    request: Any
-    """The scheduler's object for it."""
-    tokens: NDArray[np.int32]
-    """Tokens sampled as a row."""
-    logprobs: NDArray[np.float32]
-    """One for each of them."""
-    computed: int
-    """See `COMPUTED`."""
-    flying: int
-    """See `FLYING`."""
-    steps: int
-    """See `STEPS`."""
-    line: int
-    """See `LINE`."""
+    request: Any  # the scheduler's object for it
+    tokens: NDArray[np.int32]  # tokens sampled as a row
+    logprobs: NDArray[np.float32]  # one for each of them
+    computed: int  # see `COMPUTED`
+    flying: int  # see `FLYING`
+    steps: int  # see `STEPS`
+    line: int  # see `LINE`
 
 
 class Planned(NamedTuple):
     """The rows of a step, in the order in which the step computes them."""
 
-    number: int
-    """The same for steps of the same rows."""
-    serials: NDArray[np.int64]
-    """Their `SERIAL`."""
-    scheduled: dict[str, int]
-    """1 for the id of each; shared by the steps, never changed."""
+    number: int  # the same for steps of the same rows
+    serials: NDArray[np.int64]  # their `SERIAL`
+    scheduled: dict[str, int]  # 1 for the id of each; shared by the steps, never changed
 
 
 class Rows:

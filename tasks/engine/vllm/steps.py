@@ -16,8 +16,7 @@ from tasks.engine.vllm.rows import Places, Planned
 class Step(SchedulerOutput):
     """A step of which some requests are rows. These come first in `num_scheduled_tokens`."""
 
-    planned: Planned | None = None
-    """The rows."""
+    planned: Planned | None = None  # the rows
     alone: bool = False
     """It has no other requests, so it differs from the step before of the same number by new blocks at most."""
 
@@ -26,8 +25,7 @@ class Step(SchedulerOutput):
 class Arrays(ModelRunnerOutput):
     """Samples of a step, without an object for each token."""
 
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """By place in the batch."""
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # by place in the batch
     counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """1 where the step has sampled, 0 where a prompt is not complete."""
 

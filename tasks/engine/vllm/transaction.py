@@ -8,8 +8,7 @@ from storage.errors import SyncMismatch
 from tasks.engine.protocol import Arrived, weights_digest
 from trainer_core.weights.channel import Channel
 
-Workers = Callable[..., list[Any]]
-"""Calls a method of every worker, with options; their results."""
+Workers = Callable[..., list[Any]]  # calls a method of every worker, with options; their results
 
 
 class Transaction:
@@ -17,10 +16,8 @@ class Transaction:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        self.arrived: Arrived | None = None
-        """Received and verified update."""
-        self.touched = False
-        """True if a worker's previous weights are gone, or may be."""
+        self.arrived: Arrived | None = None  # received and verified update
+        self.touched = False  # True if a worker's previous weights are gone, or may be
 
     def prepare(self, plan: str, digest: str, channel: Channel, first: int) -> str:
         answers = self._workers("prepare_update", plan=plan, channel=channel.model_dump_json(), first=first)

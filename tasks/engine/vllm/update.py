@@ -31,14 +31,10 @@ _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 class Report:
     """Report of one worker on an update."""
 
-    digests: dict[str, str]
-    """`tensor_digest` of what arrived, by name."""
-    landed: int
-    """Tensors that were found again in the live parameters."""
-    bytes: int
-    """Bytes read."""
-    seconds: dict[str, float]
-    """Time by what it was spent on."""
+    digests: dict[str, str]  # `tensor_digest` of what arrived, by name
+    landed: int  # tensors that were found again in the live parameters
+    bytes: int  # bytes read
+    seconds: dict[str, float]  # time by what it was spent on
     parts: dict[str, str]
     """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
 
@@ -47,14 +43,10 @@ class Report:
 class _Expected:
     """Contents that a bucket must have."""
 
-    arrived: list[str]
-    """Names of its tensors."""
-    held: list[str]
-    """Those of which this worker must hold something."""
-    cut: list[str]
-    """And those of which it must hold only a part, or another type."""
-    wanted: list[Outline]
-    """Outlines of the digested tensors: those that arrive, followed by the parts."""
+    arrived: list[str]  # names of its tensors
+    held: list[str]  # those of which this worker must hold something
+    cut: list[str]  # and those of which it must hold only a part, or another type
+    wanted: list[Outline]  # outlines of the digested tensors: those that arrive, followed by the parts
 
 
 class Update:
@@ -75,8 +67,7 @@ class Update:
         self._digests: dict[str, str] = {}
         self._expected: dict[str, str] = {}
         self._seconds: dict[str, float] = dict.fromkeys(("wait", "load", "digest", "finish"), 0.0)
-        self.written = False
-        """True if the model's previous weights are gone."""
+        self.written = False  # True if the model's previous weights are gone
 
     @property
     def followed(self) -> int | None:
