@@ -77,8 +77,6 @@ def line_of(one: RunUpkeep) -> str:
 
 
 class _Run:
-    """The upkeep of one run."""
-
     def __init__(self, root: Root, run: str) -> None:
         self._root, self._run = root, run
         self._driven = False

@@ -33,6 +33,14 @@ _PLACE = re.compile(rf"/(parts|manifests)/(\d{{6,}})/({_STAGE})[./]")
 _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 _PART = re.compile(rf"{_RUN}/parts/[0-9]{{6,}}/{_STAGE}/(?P<name>.+)", re.DOTALL)
 
+METRICS = "metrics.csv"
+WARMUP = "warmup.csv"
+"""Name of the table of all iterations among the derived files."""
+EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
+"""Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
+TEMPORARY_PREFIX = ".tmp-"
+"""Files of a write in progress, or of one that a crash ended: never read, deleted by gc."""
+
 
 def _of_run(name: str) -> Callable[[str], str]:
     """A function from the id of a run to the key of that name below it."""
@@ -253,20 +261,9 @@ def report_key(run: str, name: str) -> str:
     return f"{run}/report/{name}"
 
 
-METRICS = "metrics.csv"
-WARMUP = "warmup.csv"
-"""Name of the table of all iterations among the derived files."""
-EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
-"""Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
-
-
 def probe_key(token: str) -> str:
     """Written and removed by the check that a root is writable."""
     return f".probe-{token}/probe"
-
-
-TEMPORARY_PREFIX = ".tmp-"
-"""Files of a write in progress, or of one that a crash ended: never read, deleted by gc."""
 
 
 def temporary_name(token: str) -> str:

@@ -75,7 +75,6 @@ class Adapted:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hugging Face name."""
         return (self.stored,)
 
     def tensors(self, state: SavedState) -> Tensors:

@@ -74,7 +74,6 @@ class CriticConfig(OptimizerConfig):
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """Its optimizer."""
         return OptimizerConfig.model_validate(self.model_dump(include=set(OptimizerConfig.model_fields)))
 
     @model_validator(mode="after")

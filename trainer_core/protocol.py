@@ -49,8 +49,6 @@ class Sent:
 
 @dataclass(frozen=True)
 class SavedFiles:
-    """Files and identity that one rank has saved."""
-
     names: tuple[str, ...]  # names of the files that this rank has written and that must be stored
     identity: StateIdentity  # identity of the state, the same on every rank
     of_ranks: tuple[tuple[str, ...], ...] = ()  # the names by rank, where the answers of all ranks are together

@@ -55,8 +55,6 @@ class UserFunction:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A function that was imported."""
-
     function: Any  # the attribute, which may be something else than a function
     digest: str
     """Of its file and of the user's own files that its import has read: not of installed packages, not of ours."""

@@ -147,7 +147,6 @@ def nothing_done(status: RunStatus, asked: int, retrains: bool) -> str:
 
 
 def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:
-    """The result of this process."""
     shared = set(RunResult.model_fields) & set(RunStatus.model_fields)
     return RunResult(
         **status.model_dump(include=shared),

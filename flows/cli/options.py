@@ -113,8 +113,6 @@ _FORM = re.compile(r"(?P<run>[^@:]*)(?:@(?P<iteration>[^:]*))?(?::(?P<stage>.*))
 
 @dataclass(frozen=True)
 class Place:
-    """The named run, iteration and stage."""
-
     run: str
     iteration: int | None  # None if none is named
     stage: str | None  # the value of a Stage, or the name of an evaluation on request; None if none is named

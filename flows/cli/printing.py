@@ -43,7 +43,6 @@ class Shown(BaseModel, frozen=True, extra="forbid"):
 
     @classmethod
     def of(cls, root: str, stored: Contents, manifests: Sequence[Manifest]) -> "Shown":
-        """Some of the manifests that a run has stored."""
         current, revisions = {one.digest for one in stored.newest}, stored.revisions
         stages = (
             ShownStage(

@@ -85,7 +85,6 @@ class SiteFolder:
         return self.path / "secret"
 
     def log(self, role: str) -> Path:
-        """Output of a process."""
         return self.path / f"{role}.log"
 
     def secret(self) -> str:

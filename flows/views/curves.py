@@ -22,6 +22,8 @@ PIXELS = (int(_SIZE[0] * _DPI), int(_SIZE[1] * _DPI))
 _REWARD, _HELD_OUT, _PASSED = "tab:blue", "tab:olive", "tab:green"
 _PLAIN, _SECOND = "tab:gray", "tab:orange"
 
+_HEIGHTS = (2, 1, 1)
+
 
 def draw_curves(rows: Sequence[Row], title: str) -> bytes:
     """PNG of PIXELS: rewards and held-out pass rate; KL divergence; entropy and gradient norm, if they are measured.
@@ -82,7 +84,6 @@ def _entropy(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 _BELOW = ((_divergence, "train/kl"), (_entropy, "train/entropy"))
-_HEIGHTS = (2, 1, 1)
 
 
 def pieces(rows: Sequence[Row], column: str, *by: str) -> list[list[tuple[int, float]]]:

@@ -200,7 +200,6 @@ def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple
 
 
 def record_of(manifests: Sequence[Manifest], before: Manifest | None) -> IterationRecord:
-    """One iteration from its manifests and the last manifest of the iteration before."""
     metrics = {manifest.stage: manifest.metrics for manifest in manifests}
     seconds = _seconds(manifests, before)
     row = row_of(manifests, seconds)

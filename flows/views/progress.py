@@ -91,7 +91,6 @@ class Progress:
         self._iterations = iterations
 
     def begins(self, iteration: int, stage: Stage) -> None:
-        """Show the stage that begins."""
         self._finished = max(iteration - 1, 0)
         self._stage = iteration, stage
         self.stage = f"{stage} of iteration {iteration}"

@@ -124,7 +124,6 @@ def _joined(store: Root, newest: Mapping[tuple[int, str], str], iteration: int, 
 def chosen(
     root: Root, run: str, iteration: int, choice: Choice, texts: StoredTexts | None, policy: PolicyConfig
 ) -> Samples:
-    """The chosen samples of an iteration that has a rollout."""
     read = read_scored(root, run, iteration, policy)
     table, advantages = read.table, read.advantages
     rows = choice.rows(table["prompt_id"].to_pylist(), read.rewards)

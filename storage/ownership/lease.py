@@ -40,6 +40,8 @@ _RENEWALS = 3  # per period
 _LOOKS = 60  # per period, by a process that watches
 _RELEASE_SECONDS = 5.0  # patience of the last entry: without it the run is free one period later
 
+_SIGNAL = signal.SIGURG  # ignored by the system where nothing handles it, so a late one does no harm
+
 
 class Lease:
     """A lease held by this process. Safe to use from several threads."""
@@ -292,9 +294,6 @@ def _keep(lease: Lease, stop: threading.Event, every: float) -> None:
             return  # the listeners were called
         except StorageError as failure:
             logger.warning("the lease of run %s cannot be renewed at the moment: %s", lease.run, failure)
-
-
-_SIGNAL = signal.SIGURG  # ignored by the system where nothing handles it, so a late one does no harm
 
 
 class Interruption(KeyboardInterrupt):

@@ -33,6 +33,8 @@ from storage.upkeep.catalog import (
 
 _COPIERS = 8
 
+Announce = Callable[[str], object]  # told, in a sentence, of what will be copied, before anything is
+
 
 class Forked(BaseModel, frozen=True, extra="forbid"):
     """The beginning of a new run."""
@@ -50,9 +52,6 @@ class Forked(BaseModel, frozen=True, extra="forbid"):
         space = "as hard links, which take no space" if self.linked else "to be copied"
         size = f"{self.bytes / 2**20:.1f} MiB"
         return f"run {self.run} takes {self.manifests} stages from run {self.parent}: {size} of parts, {space}"
-
-
-Announce = Callable[[str], object]  # told, in a sentence, of what will be copied, before anything is
 
 
 def fork(

@@ -17,6 +17,10 @@ Document = Mapping[str, JsonValue]  # a configuration, or a section of one, as p
 _ONCE = ("evaluate", "select", "rescore")
 """Stages that no stage of their run is made from, or whose inputs are of other runs."""
 
+STAGES = frozenset(stage for _, key in leaves_of(RunConfig) for stage in key.mark.stages or ())
+"""Stages whose result a setting decides."""
+_LIMITS = ("rollout.max_tokens", "train.max_length")
+
 
 def meaning(document: Document, stage: str | None = None) -> dict[str, JsonValue]:
     """The settings in `document` that decide the result of the run, or of a stage, without the folders of files."""
@@ -142,8 +146,4 @@ def _same(old: JsonValue, new: JsonValue) -> bool:
     return not changed_meaning(old, new) if isinstance(old, dict) and isinstance(new, dict) else old == new
 
 
-STAGES = frozenset(stage for _, key in leaves_of(RunConfig) for stage in key.mark.stages or ())
-"""Stages whose result a setting decides."""
-
 _FIXED = tuple(name for name in reads("prepare") if name != "run.seed")
-_LIMITS = ("rollout.max_tokens", "train.max_length")

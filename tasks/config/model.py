@@ -8,6 +8,8 @@ from tasks.config.section import Section
 from trainer_core.marks import FILES, RUNTIME, SECRET
 from trainer_core.objectives.objective_config import DistillConfig
 
+TEACHER_KEY = "train.policy.distill.teacher"  # names the teacher, as model.source does the model
+
 
 class GeneratedModel(Section):
     """A small Qwen3-architecture model with random weights, generated at the start."""
@@ -55,9 +57,6 @@ class ModelSection(Section):
         if (self.source is None) == (self.generate is None):
             raise ValueError("give exactly one of model.source and model.generate")
         return self
-
-
-TEACHER_KEY = "train.policy.distill.teacher"  # names the teacher, as model.source does the model
 
 
 def teacher_section(model: ModelSection, distill: DistillConfig | None) -> ModelSection | None:

@@ -12,6 +12,14 @@ Arguments = dict[str, JsonValue]
 Weights = dict[str, FiniteFloat]
 _DEFAULT = "exact_match"
 
+_TRY = (
+    "Call the reward before the run, in `ratchet check` and at each start, on a few records with their own answer and "
+    "with a wrong one. Set it to false for a reward that costs or acts."
+)
+# a keyword of Python cannot be written as a field
+_FIELDS: Any = {"try": (Annotated[bool, RUNTIME], Field(default=True, description=_TRY))}
+_Tried = create_model("_Tried", __base__=Section, **_FIELDS)
+
 
 class RewardFunction(Section):
     """One function of several, whose weighted sum is the reward."""
@@ -38,15 +46,6 @@ class RewardFunction(Section):
     @classmethod
     def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
         return by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}")
-
-
-_TRY = (
-    "Call the reward before the run, in `ratchet check` and at each start, on a few records with their own answer and "
-    "with a wrong one. Set it to false for a reward that costs or acts."
-)
-# a keyword of Python cannot be written as a field
-_FIELDS: Any = {"try": (Annotated[bool, RUNTIME], Field(default=True, description=_TRY))}
-_Tried = create_model("_Tried", __base__=Section, **_FIELDS)
 
 
 class RewardSection(_Tried):

@@ -24,6 +24,19 @@ GENERATED: Mapping[str, Any] = {
 }  # fmt: skip
 """The tokenizer_config.json of generated models."""
 
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_NO_TEMPLATE = (
+    "the prompts are messages, but the model's tokenizer has no chat template: use a chat model, or give texts and set "
+    "neither data.system nor data.chat"
+)
+_BEFORE = "a"
+_BATCH = 1 << 14
+_UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
+"""The signs by which byte-level tokenizers write bytes (GPT-2's `bytes_to_unicode`, inverted)."""
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -45,9 +58,6 @@ class Special:
     pad: int | None
     unknown: int | None  # stands for signs that no token has
     all: frozenset[int]
-
-
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 class Backend(Protocol):
@@ -181,12 +191,6 @@ class Makers:
             raise InputError(f"the tokenizer's chat template refuses the messages: {said}") from None
 
 
-_NO_TEMPLATE = (
-    "the prompts are messages, but the model's tokenizer has no chat template: use a chat model, or give texts and set "
-    "neither data.system nor data.chat"
-)
-
-
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
@@ -208,15 +212,6 @@ def _of_transformers(directory: Path) -> "PreTrainedTokenizerBase":
             f"the tokenizer of the model cannot be read ({str(error).replace(str(directory), 'the model directory')}): "
             "give a directory that transformers' AutoTokenizer reads without remote code"
         ) from None
-
-
-_BEFORE = "a"
-_BATCH = 1 << 14
-_UNDECODED = "\N{REPLACEMENT CHARACTER}"
-_PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for place, byte in enumerate(_OTHERS)}
-"""The signs by which byte-level tokenizers write bytes (GPT-2's `bytes_to_unicode`, inverted)."""
 
 
 def token_bytes(backend: Backend) -> list[bytes]:

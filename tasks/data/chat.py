@@ -16,6 +16,14 @@ from tasks.data.values import shown
 
 ASSISTANT = "assistant"
 
+_SENTINEL = "0918273645"  # no template strips it or changes its case
+_ANSWER = f"{_SENTINEL}#"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_TAG = re.compile(r"([<\[])([^<>\[\]/\s]+)([>\]])\s*$")  # as <think> or [THINK]
+_CLOSED = re.compile(r"</[^<>\s]+>|\[/[^\[\]\s]+\]")
+_LONGEST = 60  # characters of a header in a message
+_REPAIR = "correct the template (chat_template.jinja or tokenizer_config.json), or use another model"
+
 
 @dataclass(frozen=True)
 class Say:
@@ -25,14 +33,6 @@ class Say:
     differ: Callable[[str, str], None]
     """Takes a value of `data.accept` and a sentence: another text is trained than the answer. Raises InputError unless
     that is accepted."""
-
-
-_SENTINEL = "0918273645"  # no template strips it or changes its case
-_ANSWER = f"{_SENTINEL}#"
-REASONING = ("reasoning_content", "reasoning", "thinking")
-_TAG = re.compile(r"([<\[])([^<>\[\]/\s]+)([>\]])\s*$")  # as <think> or [THINK]
-_CLOSED = re.compile(r"</[^<>\s]+>|\[/[^\[\]\s]+\]")
-_LONGEST = 60  # characters of a header in a message
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,6 @@ def _after_opening(frame: _Frame, message: Message, say: Say) -> Turn | None:
         "answer: the answer is trained from there on, as it was given"
     )
     return Turn(answer.removeprefix(opened), frame.end)
-
-
-_REPAIR = "correct the template (chat_template.jinja or tokenizer_config.json), or use another model"
 
 
 def _lost(kind: str, text: str) -> str:

@@ -15,6 +15,8 @@ from tasks.data.files import Record
 from tasks.data.tokenizer import TextCodec
 from tasks.data.values import flaw, is_blank, parsed, shown, text_of
 
+_UNHEARD = Say(lambda _: None, lambda _kind, _sentence: None)
+
 
 def _has(*keys: str) -> str:
     return "".join(rf"""(?=.*\b{key}([\\"']*\s*[:=]|["']\s*,))""" for key in keys)
@@ -174,9 +176,6 @@ def _kinds(chat: Chat, solved: Message | None) -> Iterator[str]:
     yield from ["a system text"] if any(one["role"] == "system" for one in messages) else []
     yield from ["tool calls"] if any(one.get("tool_calls") for one in messages) else []
     yield from ["reasoning"] if any(one.get(key) for one in messages for key in REASONING) else []
-
-
-_UNHEARD = Say(lambda _: None, lambda _kind, _sentence: None)
 
 
 def fill(template: str, record: Record) -> str:

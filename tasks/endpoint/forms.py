@@ -13,8 +13,6 @@ _PIECE = 64  # characters of a chunk
 
 
 class Answered(NamedTuple):
-    """One answer to a request."""
-
     asked: Asked
     answer: Answer
     message: Message

@@ -32,5 +32,4 @@ class HistoryRenderer:
         return self._codec.encode(text.removeprefix(stop)) if text.startswith(stop) else None
 
     def text(self, tokens: Sequence[int]) -> str:
-        """`Renderer.text`."""
         return self._chat.text(tokens)

@@ -29,8 +29,6 @@ class Refused(Exception):
 
 
 class Call(NamedTuple):
-    """One call of a tool."""
-
     id: str
     name: str
     arguments: str  # JSON as the model wrote it

@@ -70,7 +70,6 @@ class Endpoint:
             raise session.failure
 
     def application(self) -> Starlette:
-        """The server's application."""
         posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete}
         routes = [Route(path, self._answering(handler), methods=["POST"]) for path, handler in posts.items()]
         return Starlette(routes=[*routes, Route("/v1/models", self._answering(self._models), methods=["GET"])])

@@ -56,7 +56,6 @@ class History(NamedTuple):
         return self.rendered()[len(end.messages) :] if same else []
 
     def then(self, answer: Message) -> "History":
-        """The same with the answer to it."""
         if self.messages[0].role:
             return History((*self.messages, answer), self.tools)
         return History((Message("", self.messages[0].content + answer.content),))
@@ -235,7 +234,6 @@ class Session:
         return branch
 
     def _call(self, asked: Asked, number: int, call: tuple[str, str]) -> Call:
-        """A call with an id that no other one of the session has."""
         return Call(f"call_{asked.branch.number}_{len(asked.branch.row.turns)}_{number}", *call)
 
 

@@ -35,6 +35,8 @@ from trainer_core.user_code import UserFunction, line_of
 _METHODS = {name: one for name, one in vars(EngineProtocol).items() if inspect.isfunction(one) and name[0] != "_"}
 _REASONS = ("stop", "length", "abort")
 
+_Queued = dict[int, Sequence[Begun]]  # the beginnings of the responses of each batch that is under way, by its number
+
 
 def find_engine(function: str, source: str) -> UserFunction:
     """The class that `engine.function` names, not imported. Raises InputError: it is not there, or not of `source`."""
@@ -55,9 +57,6 @@ def load_engine(target: UserFunction) -> type[Any]:
     if _refuses(kind, ["spec"]):
         raise _unlike(target, kind, f"is made with {inspect.signature(kind)}", "__init__(self, spec)")
     return kind
-
-
-_Queued = dict[int, Sequence[Begun]]  # the beginnings of the responses of each batch that is under way, by its number
 
 
 class OwnEngine(EngineProtocol):

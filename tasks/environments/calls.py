@@ -13,8 +13,6 @@ _THOUGHT = "</think>"
 
 
 class Parts(NamedTuple):
-    """Parts of an answer."""
-
     content: str
     reasoning: str | None = None
     calls: tuple[tuple[str, str], ...] = ()  # name and arguments, as JSON

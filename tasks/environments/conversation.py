@@ -28,8 +28,6 @@ Note = Callable[[TurnEvent], Awaitable[None]]  # returns when the event is durab
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a conversation, as in `[environment]`."""
-
     turns: int
     tokens: int | None
     seconds: float
@@ -38,8 +36,6 @@ class Limits:
 
 
 class Task(NamedTuple):
-    """The sample that a conversation is to make."""
-
     row: int  # place in its piece
     prompt_id: str
     sample_id: int
@@ -53,15 +49,11 @@ class Task(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A conversation that is over."""
-
     trajectory: Trajectory
     kept: Kept
 
 
 class Conversation:
-    """The state of a conversation."""
-
     def __init__(self, codec: TextCodec, renderer: Renderer, limits: Limits) -> None:
         self._codec, self._renderer, self._limits = codec, renderer, limits
         self.failures: list[TurnEvent] = []
@@ -164,8 +156,6 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Player:
-    """Plays conversations."""
-
     host: Host
     sampler: Sampler
     sampling: Sampling
@@ -306,7 +296,6 @@ def answer_of(event: TurnEvent) -> Answer:
 
 
 def failures_of(events: Sequence[TurnEvent]) -> tuple[Failure, ...]:
-    """The failures that events tell of."""
     return tuple(Failure.model_validate({"reason": one.reason, "detail": one.detail}) for one in events)
 
 

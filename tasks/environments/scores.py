@@ -11,8 +11,6 @@ from tasks.rewards.sample import Reason, Score, failed
 
 
 class Failure(BaseModel, frozen=True, extra="forbid"):
-    """A failure of an environment."""
-
     reason: Reason
     detail: str
 

@@ -12,6 +12,13 @@ from storage.turns import UNKNOWN
 from tasks.data.chat import ASSISTANT
 from tasks.engine.protocol import TokenIds
 
+_EMPTY = {
+    "response_tokens": np.empty(0, np.int32),
+    "sampled": np.empty(0, np.bool_),
+    "logprobs": np.empty(0, np.float32),
+    "weight_version": np.empty(0, np.int32),
+}
+
 
 class Answer(NamedTuple):
     """Tokens that the policy has sampled in one go."""
@@ -70,14 +77,6 @@ class Trajectory:
         begin, self.length = self.length, self.length + len(piece.tokens)
         self._pieces.append(piece)
         self.turns.append({**turn, "begin": begin, "end": self.length})
-
-
-_EMPTY = {
-    "response_tokens": np.empty(0, np.int32),
-    "sampled": np.empty(0, np.bool_),
-    "logprobs": np.empty(0, np.float32),
-    "weight_version": np.empty(0, np.int32),
-}
 
 
 def _flat(piece: Answer) -> tuple[NDArray[Any], ...]:

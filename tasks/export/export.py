@@ -44,6 +44,11 @@ from trainer_core.weights.packing import dtype_name
 _ALIGNMENT = 8
 _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
+SHARD_BYTES = 4 << 30
+_WRITTEN: dict[Precision, tuple[torch.dtype, str]] = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
+_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.md"
+
 
 @dataclass(frozen=True)
 class ShardTensor:
@@ -103,11 +108,6 @@ def write_shards(
 
 if TYPE_CHECKING:
     from trainer_core.hugging_face import StoredWeights  # imports Megatron
-
-SHARD_BYTES = 4 << 30
-_WRITTEN: dict[Precision, tuple[torch.dtype, str]] = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
-_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.md"
 
 
 class Exported(BaseModel, frozen=True, extra="forbid"):

@@ -21,6 +21,11 @@ from tasks.data.values import shown, text_of
 _ROWS = 8192
 _FORMS = ("jsonl", "json", "parquet")
 
+_NOT_STORABLE = (OverflowError, UnicodeError, pa.ArrowException)
+"""Errors of Arrow for an integer beyond 64 bits, or a text that is not UTF-8."""
+_INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
+_SCORED, _NAMED = frozenset([int, float, bool]), frozenset([str, int])
+
 
 @dataclass(frozen=True)
 class FileRows:
@@ -83,10 +88,6 @@ def _local(file: str, folder: Path) -> Local:
     return Local(file, there[0], form)
 
 
-_NOT_STORABLE = (OverflowError, UnicodeError, pa.ArrowException)
-"""Errors of Arrow for an integer beyond 64 bits, or a text that is not UTF-8."""
-
-
 @dataclass(frozen=True)
 class Kind:
     """Values that a column may have."""
@@ -109,9 +110,7 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
 
 
-_INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
 _TOKENS = Kind("a list of integers", pa.list_(_INT), frozenset([int]), pa.types.is_integer, listed=True)
-_SCORED, _NAMED = frozenset([int, float, bool]), frozenset([str, int])
 _SCORE = Kind(
     "a number, a truth value or null", _FLOAT, _SCORED, lambda t: _is_number(t) or pa.types.is_boolean(t), optional=True
 )

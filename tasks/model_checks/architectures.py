@@ -17,6 +17,34 @@ _NUMBERS = (
     "max_position_embeddings",
 )  # fmt: skip
 
+KNOWN_TO_BOTH = frozenset(
+    {
+        "BailingMoeV2ForCausalLM", "DeciLMForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+        "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM",
+        "FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GemmaForCausalLM",
+        "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM",
+        "LlamaForCausalLM", "MiMoForCausalLM", "MiMoV2FlashForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM",
+        "NemotronForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "SarvamMLAForCausalLM", "SarvamMoEForCausalLM",
+        "Step3p5ForCausalLM",
+    }
+)  # fmt: skip
+"""Text models that megatron-bridge and vLLM both have, in the versions of pyproject.toml."""
+LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Dense decoders among them, with RMSNorm and a gated MLP."""
+WITHOUT_TRANSFORMER_ENGINE = LLAMA_LIKE | {"Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"}
+"""Architectures that can be built without Transformer Engine, and so on CPU."""
+NOT_FULL_ATTENTION = frozenset(
+    {
+        "DeepseekV4ForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "FalconH1ForCausalLM",
+        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
+        "MiMoV2FlashForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Step3p5ForCausalLM",
+    }
+)  # fmt: skip
+"""Architectures with layers that see the past through a window, in part, or as a state. Transformer Engine's exchange
+of keys between ranks supports none of these."""
+_WINDOW_OF_MISTRAL = 4096  # default of transformers for a Mistral
+
 
 def check_numbers(facts: Mapping[str, Any], where: str) -> None:
     """Raises InputError, naming the key: config.json lacks a size, or its sizes contradict each other."""
@@ -47,39 +75,6 @@ def check_head_size(facts: Mapping[str, Any], device: Device, where: str) -> Non
     if device == "cpu" and size not in CPU_HEAD_SIZES:
         fact = f"{where} has heads of {size} (head_dim), for which vLLM has no attention on CPU"
         raise InputError(f"{fact}: use a model with one of {list(CPU_HEAD_SIZES)}, or a GPU")
-
-
-KNOWN_TO_BOTH = frozenset(
-    {
-        "BailingMoeV2ForCausalLM", "DeciLMForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
-        "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM",
-        "FalconH1ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GemmaForCausalLM",
-        "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM",
-        "LlamaForCausalLM", "MiMoForCausalLM", "MiMoV2FlashForCausalLM", "MiniMaxM2ForCausalLM", "MistralForCausalLM",
-        "NemotronForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
-        "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "SarvamMLAForCausalLM", "SarvamMoEForCausalLM",
-        "Step3p5ForCausalLM",
-    }
-)  # fmt: skip
-"""Text models that megatron-bridge and vLLM both have, in the versions of pyproject.toml."""
-
-LLAMA_LIKE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Dense decoders among them, with RMSNorm and a gated MLP."""
-
-WITHOUT_TRANSFORMER_ENGINE = LLAMA_LIKE | {"Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"}
-"""Architectures that can be built without Transformer Engine, and so on CPU."""
-
-NOT_FULL_ATTENTION = frozenset(
-    {
-        "DeepseekV4ForCausalLM", "Exaone4ForCausalLM", "ExaoneMoEForCausalLM", "FalconH1ForCausalLM",
-        "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
-        "MiMoV2FlashForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Step3p5ForCausalLM",
-    }
-)  # fmt: skip
-"""Architectures with layers that see the past through a window, in part, or as a state. Transformer Engine's exchange
-of keys between ranks supports none of these."""
-
-_WINDOW_OF_MISTRAL = 4096  # default of transformers for a Mistral
 
 
 def architecture_of(facts: Mapping[str, Any], where: str) -> str:

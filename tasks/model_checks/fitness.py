@@ -22,6 +22,13 @@ Facts = Mapping[str, Any]  # content of a model's config.json
 _TOKENIZER = "tokenizer_config.json"
 _OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")
 
+Shape = tuple[int, ...]
+_LENGTH = 8
+_LONGEST_HEADER = 100 << 20  # as safetensors itself
+_TYPES = {"F32", "BF16", "F16"}
+_HEAD = "lm_head.weight"
+_REPAIR = "take the config.json that belongs to the weights"
+
 
 def source_facts(config: RunConfig, device: Device) -> Facts:
     """Checked config.json of a new run's model. Raises InputError: it is not whole, or cannot be trained or served."""
@@ -78,15 +85,6 @@ def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:
     else:
         return []
     return [Unused(name, lambda _: reason) for name in names]
-
-
-Shape = tuple[int, ...]
-
-_LENGTH = 8
-_LONGEST_HEADER = 100 << 20  # as safetensors itself
-_TYPES = {"F32", "BF16", "F16"}
-_HEAD = "lm_head.weight"
-_REPAIR = "take the config.json that belongs to the weights"
 
 
 def check_weights(folder: ModelFolder, facts: Mapping[str, Any]) -> None:

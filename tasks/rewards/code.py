@@ -71,7 +71,6 @@ def reads_tests(record: Mapping[str, Any], response: str, *, field: str = "tests
 
 
 def program_of(response: str) -> str:
-    """The program of a response."""
     answer = response.rpartition("</think>")[2]
     return next(iter(_BLOCK.findall(answer)[-1:]), answer)
 

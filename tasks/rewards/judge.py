@@ -30,16 +30,12 @@ _TRANSIENT = (408, 409, 425, 429)
 class Exchanges(Protocol):
     """A store of exchanges by the digest of what was asked."""
 
-    def find(self, digest: str) -> Exchange | None:
-        """The exchange under a digest; None if there is none."""
-        ...
+    def find(self, digest: str) -> Exchange | None: ...
 
     def keep(self, digest: str, exchange: Exchange) -> Exchange: ...
 
 
 class Remembered(dict[str, Exchange]):
-    """Exchanges in memory."""
-
     def find(self, digest: str) -> Exchange | None:
         return self.get(digest)
 

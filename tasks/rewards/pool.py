@@ -34,8 +34,6 @@ _COMMAND = [sys.executable, "-P", "-m", "tasks.rewards.worker"]  # -P: no file o
 
 @dataclass(frozen=True)
 class Response:
-    """One response to score, to the prompt of `record`."""
-
     record: Mapping[str, Any]
     text: str
     prompt_id: str = ""
@@ -53,8 +51,6 @@ class Response:
 
 @dataclass(frozen=True)
 class ScoringOrder:
-    """Order for scoring processes."""
-
     target: Target
     arguments: Mapping[str, Any]  # as configured: secrets are looked up when a process starts
     weights: Mapping[str, float]

@@ -45,8 +45,6 @@ _READERS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the reward."""
-
     prompt_id: str
     own: bool  # True if the response is the record's own answer
     response: str
@@ -129,7 +127,6 @@ def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> 
 
 
 def shown(call: Call) -> str:
-    """A call in one line."""
     which = "its own answer" if call.own else "a wrong answer"
     text = call.response if len(call.response) <= _EXCERPT else f"{call.response[:_EXCERPT]}..."
     parts = ", ".join(f"{name} {value:.4g}" for name, value in (call.score.components or {}).items())

@@ -40,7 +40,6 @@ def shortened(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in short."""
     try:
         return _brief.repr(storable(value) if isinstance(value, str) else value)
     except Exception:  # noqa: BLE001 - the value's own __repr__

@@ -26,14 +26,13 @@ _WORTH_A_LINE_S = 2.0
 Performer = Callable[[Stage, int, Callable[[], Performed], tuple[View, ...]], View]
 """Does the work of a stage where people see it, given stage, iteration, work and inputs; raises what work raises."""
 
+Tries = Callable[[str, int], AbstractContextManager[object, bool | None]]
+"""Entered for each attempt at a stage (name, iteration); an error that it swallows is worth another one."""
+
 
 def directly(_stage: Stage, _iteration: int, work: Callable[[], Performed], _inputs: tuple[View, ...]) -> View:
     """Do the work in place, unseen."""
     return work().view
-
-
-Tries = Callable[[str, int], AbstractContextManager[object, bool | None]]
-"""Entered for each attempt at a stage (name, iteration); an error that it swallows is worth another one."""
 
 
 def once(_stage: str, _iteration: int) -> AbstractContextManager[object, bool | None]:

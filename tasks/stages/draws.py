@@ -36,8 +36,6 @@ _REWARDS = "rewards-"  # how the names of parts with scores begin
 
 @dataclass(frozen=True)
 class Groups:
-    """The prompts of one piece."""
-
     prompts: pa.Table
     repeats: NDArray[np.int64]
     """(groups,) how often each prompt was drawn earlier in this rollout: its sample numbers continue from there."""

@@ -62,7 +62,6 @@ class _Scoring:
     """Of the sources that were read so far, by the identity of their stage `prepare`."""
 
     def scored(self) -> list[Part]:
-        """The scores of each share."""
         shares, writer = self.selected.shares, self.work.writer
         settings = settings_digest(self.work.config.model_dump(mode="json"), Stage.RESCORE)
         stamp = value_digest([self.selected.digest, settings, dict(self.made_of)])[:_STAMP]

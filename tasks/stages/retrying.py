@@ -38,8 +38,6 @@ def _wait(attempts: int) -> float:
 
 @dataclass
 class _Tries:
-    """Attempts at one stage."""
-
     context: RunContext
     say: Callable[[str], object]
     stage: str

@@ -51,7 +51,6 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
 
 
 def _bring(context: RunContext, prepared: Prepared, served: Served, lacking: Mapping[int, EngineHandle]) -> None:
-    """Bring served weights into these engines."""
     context.outbox.settle()  # the state to load may not be stored yet
     trained = Trained(context.need(served.weight_version, Stage.TRAIN))
     group, version, expected = trainers(context, prepared), served.weight_version, served.weights_digest

@@ -39,7 +39,6 @@ class Work:
 
     @property
     def config(self) -> RunConfig:
-        """The run's configuration."""
         return self.context.config
 
     @property

@@ -120,8 +120,6 @@ class _Clock:
 
 @dataclass(frozen=True)
 class _Update:
-    """One update in progress."""
-
     context: RunContext
     engines: Mapping[int, EngineHandle]
     group: TrainerGroup

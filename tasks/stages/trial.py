@@ -29,8 +29,6 @@ _EXAMPLES = 5
 
 
 class Example(BaseModel, frozen=True, extra="forbid"):
-    """One response."""
-
     prompt_id: str
     sample_id: int
     response: str  # its text
@@ -65,7 +63,6 @@ class Trials(BaseModel, frozen=True, extra="forbid"):
     @computed_field
     @property
     def samples(self) -> int:
-        """Samples of all iterations."""
         return sum(one.samples for one in self.trials)
 
     @computed_field

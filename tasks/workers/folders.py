@@ -29,5 +29,4 @@ class Folders:
         return partial(writer.write_files, folder, saved.names, prefix)
 
     def remove(self, folder: Path) -> None:
-        """Remove a folder wherever it is."""
         shutil.rmtree(folder, ignore_errors=True)

@@ -33,7 +33,6 @@ class Placement(Frozen):
 
     @property
     def one_card(self) -> bool:
-        """True if all of them share a card."""
         return self.device == "cuda" and len({*self.ranks, *self._workers}) == 1
 
     @property
@@ -44,7 +43,6 @@ class Placement(Frozen):
 
     @property
     def shown(self) -> str:
-        """For a message."""
         if self.apart:
             return "several hosts"
         if self.device == "cpu":

@@ -238,5 +238,4 @@ def _weight(linear: torch.nn.Module) -> torch.nn.Parameter:
 
 
 def _names(part: Part) -> tuple[str, str]:
-    """Names of the factors in an adapter."""
     return f"{part.target}_b", f"{part.target}_a"

@@ -35,7 +35,6 @@ class Residence:
 
     @property
     def has_parameters(self) -> bool:
-        """True if the parameters are on the device."""
         return not self._parameters.released
 
     def serve(self, tensors: Tensors) -> None:

@@ -21,6 +21,8 @@ Report = Mapping[str, torch.Tensor]  # results of a micro-batch that a pass keep
 Run = Callable[[Sequence[MicroBatch]], list[Report]]  # runs micro-batches through the model
 Work = Callable[[], list[Report]]  # runs a single one
 
+_OWN = ("tokens", "positions", "predicting", "targets", "weights", "count")
+
 
 @dataclass
 class Pace:
@@ -118,9 +120,6 @@ def _mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-_OWN = ("tokens", "positions", "predicting", "targets", "weights", "count")
 
 
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:

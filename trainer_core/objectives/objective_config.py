@@ -22,6 +22,12 @@ from trainer_core.objectives.loss_config import ClipLoss, Correction, LossTable,
 KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "group", "constant"]
 
+_OF_CLIPPING = ("clip_low", "clip_high")
+_OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in", "distill")
+_OF_REWARDS = ("advantage", "normalize_by_std", "kl_in", "leave_out_equal_groups")
+_OF_SAMPLING = ("old_policy", "correction")
+_OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
+
 
 class DistillConfig(Frozen):
     """On-policy distillation: a teacher scores the tokens that the policy has sampled, and what it finds likelier or
@@ -197,11 +203,6 @@ _without_gradient = _under(  # on average over samples of the policy k1 has none
 
 
 _paired = _with_loss(lambda loss: loss.paired)
-_OF_CLIPPING = ("clip_low", "clip_high")
-_OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in", "distill")
-_OF_REWARDS = ("advantage", "normalize_by_std", "kl_in", "leave_out_equal_groups")
-_OF_SAMPLING = ("old_policy", "correction")
-_OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
 _UNUSED: tuple[Unused[PolicyConfig], ...] = (
     *(Unused(name, _with_loss(lambda loss: not isinstance(loss, ClipLoss))) for name in _OF_CLIPPING),
     *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_ADVANTAGES),

@@ -338,7 +338,6 @@ def _whole(source: str, layer: str, parameter: str, tensor: torch.Tensor) -> Par
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view of a part of a tensor."""
     return tensor[tuple(slice(start, end) for start, end in box)]
 
 

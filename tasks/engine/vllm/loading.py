@@ -50,8 +50,6 @@ class _Loadable(Protocol):
 
 
 class Lane(Protocol):
-    """A way of loading."""
-
     keeps_views: bool  # True if loaders may read a tensor later, so that it must not lie in an arena
 
     def begin(self) -> None:

@@ -16,8 +16,6 @@ from vllm.tool_parsers import ToolParserManager
 
 
 class Parsers:
-    """Parsers of one model."""
-
     def __init__(self, model_dir: str, tools: str, reasoning: str) -> None:
         """Raises ValueError: one is not known, or the tokenizer lacks what it reads."""
         self._tools = _found(ToolParserManager.get_tool_parser, "tool", tools)

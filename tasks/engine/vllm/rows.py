@@ -20,8 +20,6 @@ sampled tokens, and ms of the steady clock, at which its new tokens are due."""
 
 
 class Entry(NamedTuple):
-    """A request as it becomes a row."""
-
     name: str  # its id
     request: Any  # the scheduler's object for it
     line: int  # see `LINE`
@@ -107,7 +105,6 @@ class Rows:
         return found[there], np.flatnonzero(there)
 
     def places_of(self, names: Iterable[str]) -> Places:
-        """The places of rows by id."""
         serials = np.fromiter(map(self._serials.__getitem__, names), dtype=np.int64)
         return np.searchsorted(self.table[SERIAL], serials)
 

@@ -29,8 +29,6 @@ _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cache
 
 @dataclass
 class Report:
-    """Report of one worker on an update."""
-
     digests: dict[str, str]  # `tensor_digest` of what arrived, by name
     landed: int  # tensors that were found again in the live parameters
     bytes: int  # bytes read

@@ -14,6 +14,10 @@ from trainer_core.platform.pinning import Pinning, pinning_of
 from trainer_core.weights.channel import Channel, Signals
 from trainer_core.weights.plan import Bucket, WeightPlan
 
+Seen = tuple[list[torch.Tensor], bool]
+"""Arenas of a sender, (arena_bytes,) uint8 each; and True if they lie in the memory that the model is in, so that
+loaders may read them as often as they like."""
+
 
 class SharedArenas:
     """The arenas of one sender in shared memory of the host, as seen from one end."""
@@ -103,11 +107,6 @@ def host_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.dev
     arenas.pin(device)
     staging = None if device.type == "cpu" else torch.empty_like(arenas.buffers[0], device=device)
     return SharedSender(channel, plan, rank, arenas.buffers, arenas.close, staging)
-
-
-Seen = tuple[list[torch.Tensor], bool]
-"""Arenas of a sender, (arena_bytes,) uint8 each; and True if they lie in the memory that the model is in, so that
-loaders may read them as often as they like."""
 
 
 class Opener(Protocol):
