@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _PLACES = ("tests/tasks/workers/test_placement.py",)
+_SURVIVORS = ("tests/tasks/workers/test_survivors.py",)
 
 HOSTS = (
     Mutant(
@@ -36,5 +37,37 @@ HOSTS = (
         'if kind == "auto" and not (self.gpus or self.local):',
         'if kind == "auto" and not (self.gpus or self.local or True):',
         _PLACES,
+    ),
+    Mutant(
+        "survivors-ended",
+        "ranks that outlive another one are ended with it",
+        "tasks/workers/ranks.py",
+        "super().end(spared if self.keeps else ())",
+        "super().end()",
+        _SURVIVORS,
+    ),
+    Mutant(
+        "failed-ranks-kept",
+        "ranks that failed by themselves are used again",
+        "tasks/workers/actors.py",
+        "return {*failures, *done} - died if died else set()",
+        "return {*failures, *done} - died",
+        _SURVIVORS,
+    ),
+    Mutant(
+        "survivors-change-places",
+        "a rank that has outlived another one does not get its own place again",
+        "tasks/workers/ranks.py",
+        "actors = [by_rank[rank] for rank in range(world_size)]",
+        "actors = list(by_rank.values())",
+        _SURVIVORS,
+    ),
+    Mutant(
+        "survivor-in-its-old-groups",
+        "a rank that has outlived another one stays in the groups of the dead",
+        "trainer_core/model/mesh.py",
+        "    if member := dist.is_initialized():\n        leave()\n    return member\n",
+        "    return False\n",
+        ("tests/trainer_core/test_again.py",),
     ),
 )

@@ -151,6 +151,28 @@ def loop(
 
 
 @app.command
+def faults(
+    *,
+    iterations: Annotated[int, Parameter(help="Iterations of each run.", validator=Number(gte=1))] = 4,
+    every: Annotated[int, Parameter(help="A rank dies in every so many iterations.", validator=Number(gte=1))] = 2,
+    seconds: Annotated[
+        float, Parameter(help="Seconds that rewards of an iteration take.", validator=Number(gte=0))
+    ] = 0,
+    ranks: Annotated[int, Parameter(help="Trainer ranks, one pipeline.", validator=Number(gte=2))] = 2,
+    settings: Settings = (),
+    json: Json = False,
+) -> int:
+    """Measure effective training time with failures, against starting everything again, and where the seconds go."""
+    from infra.bench.faults import Faults, bench_faults
+
+    with Output(json=json) as output:
+        order = Faults(iterations=iterations, every=every, seconds=seconds, ranks=ranks)
+        found = bench_faults(order, settings, output.say)
+        output.result(found, _lines(found))
+    return 0
+
+
+@app.command
 def overhead(
     *,
     iterations: Annotated[int, Parameter(help="Iterations between two readings.", validator=Number(gte=1))] = 20,

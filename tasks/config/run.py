@@ -199,8 +199,12 @@ class EngineSection(Section):
 
 
 class WorkersSection(Section):
-    """Deadlines after which processes that compute count as lost; they change no result."""
+    """Deadlines after which processes that compute count as lost, and others that wait for their places; they change no
+    result."""
 
+    standby: int = Field(default=0, ge=0)
+    """Processes that have imported what a trainer rank needs, and wait for the place of one that dies. Each takes the
+    memory of its imports, about 1 GB. Not on a Ray cluster."""
     start_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for trainer ranks or an engine to come up: imports, the model, CUDA graphs."""
     call_deadline_s: float = Field(default=14400.0, gt=0)

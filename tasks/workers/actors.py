@@ -3,14 +3,16 @@
 import errno
 import operator
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import ray
 import ray.exceptions
 import ray.util
+from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 
 from storage.errors import OutOfMemory, RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
@@ -45,8 +47,16 @@ class Host:
         return self._label
 
     def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the object."""
+        """Make the object. One that this process has made before is let go first."""
+        self._held = None
         self._held = factory(*arguments)
+
+    def become(self, label: str) -> None:
+        """Take another label, also before the lines that this process prints."""
+        self._label = label
+        for stream in (sys.stdout, sys.stderr):
+            stream.write(f"{LOG_PREFIX_ACTOR_NAME}{label}\n")
+            stream.flush()
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the object."""
@@ -71,6 +81,7 @@ class WorkerGroup:
         self._starting: list[Any] = []
         self._start_deadline_s = 0.0
         self._ended = False
+        self._left: dict[int, Any] = {}
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
@@ -100,12 +111,14 @@ class WorkerGroup:
         if self._ended:
             return False
         pings = [actor.calls.remote() for actor in self._actors]
-        ready, _ = ray.wait(pings, num_returns=len(pings), timeout=_PING_S)
-        try:
-            ray.get(ready)
-        except ray.exceptions.RayError:
-            self.end()
+        if _answered(pings, _PING_S)[1]:
+            self.end(_answered(pings, _GRACE_S)[0])
         return not self._ended
+
+    def survivors(self) -> dict[int, Any]:
+        """Hand over the members that outlived another one, by their place in this group."""
+        left, self._left, self._actors = self._left, {}, []
+        return left
 
     def processes(self) -> list[int]:
         """A member that is at work answers once it has ended its call. A group with a dead member is ended."""
@@ -125,34 +138,39 @@ class WorkerGroup:
         except ray.exceptions.RayError:
             return False
 
-    def end(self) -> None:
+    def end(self, spared: Collection[int] = ()) -> None:
+        """As `Group.end`; the members in those places live on, for `survivors`."""
         self._ended = True
-        for actor in self._actors:
-            ray.kill(actor)
+        self._left = {place: self._actors[place] for place in spared}
+        for place, actor in enumerate(self._actors):
+            if place not in spared:
+                ray.kill(actor)
 
     def _collect(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
         results: dict[Any, Any] = {}
         failures: dict[int, RatchetError] = {}
+        places = {reference: place for place, reference in enumerate(references)}
         pending, deadline = references, time.monotonic() + deadline_s
         while pending:
             left = max(0.0, deadline - time.monotonic())
-            ready, pending = _first_ready(pending, min(_GRACE_S, left) if failures else left)
+            ready, pending = _ready(pending, min(_GRACE_S, left) if failures else left)
             if not ready:
                 break
-            member = references.index(ready[0])
-            try:
-                results[ready[0]] = ray.get(ready[0])
-            except ray.exceptions.RayError as error:
-                failures[member] = _explained(error, self._labels[member], what)
+            for reference in ready:
+                member = places[reference]
+                try:
+                    results[reference] = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    failures[member] = _explained(error, self._labels[member], what)
         if len(results) == len(references):
             return [results[reference] for reference in references]
         if not failures:
-            member = references.index(pending[0])
+            member = places[pending[0]]
             failures[member] = self._late(member, what, deadline_s)
         ended = len(failures) + (len(results) if what in _CHANGES_NOTHING else 0)
         in_step = ended == len(references)
         if not in_step or any(isinstance(failure, WorkerLost) for failure in failures.values()):
-            self.end()
+            self.end(_outlived(failures, [places[reference] for reference in results]))
         raise _worst([failures[member] for member in sorted(failures)])
 
     def _late(self, member: int, what: str, deadline_s: float) -> WorkerLost:
@@ -166,7 +184,7 @@ class WorkerGroup:
 class ObservedGroup(WorkerGroup):
     """The group of a run that others drive: its processes are never ended from here."""
 
-    def end(self) -> None:
+    def end(self, spared: Collection[int] = ()) -> None:
         """Detach; the processes keep running."""
         self._ended = True
 
@@ -232,14 +250,41 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
     return {group: [members[index] for index in sorted(members)] for group, members in groups.items()}
 
 
-def _first_ready(pending: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """The first call to end, if one does in time, and the others. A signal's handler may end the wait. Of what a
-    handler raises, Ray lets KeyboardInterrupt alone through; anything else, as Prefect's for SIGTERM, becomes the cause
-    of a SystemError, which nobody would take for the end that was asked for."""
+def living(actors: Sequence[Any]) -> list[Any]:
+    """Those that are not known to be dead."""
+    dead = _answered([actor.calls.remote() for actor in actors], _PING_S)[1]
+    return [actor for place, actor in enumerate(actors) if place not in dead]
+
+
+def _answered(references: list[Any], timeout_s: float) -> tuple[set[int], set[int]]:
+    """Places of the calls that end in time: those with an answer, and those whose actor has died."""
+    ready, _ = ray.wait(references, num_returns=len(references), timeout=timeout_s) if references else ([], [])
+    dead: set[int] = set()
+    for reference in ready:
+        try:
+            ray.get(reference)
+        except ray.exceptions.RayError:
+            dead.add(references.index(reference))
+    return {references.index(reference) for reference in ready} - dead, dead
+
+
+def _outlived(failures: Mapping[int, RatchetError], done: Iterable[int]) -> set[int]:
+    """Members that are idle and whose group has ended only because another one died."""
+    died = {member for member, failure in failures.items() if isinstance(failure, WorkerDied)}
+    return {*failures, *done} - died if died else set()
+
+
+def _ready(pending: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+    """Calls that have ended, as soon as one has, if one does in time; and the others. A signal's handler may end the
+    wait. Of what a handler raises, Ray lets KeyboardInterrupt alone through; anything else, as Prefect's for SIGTERM,
+    becomes the cause of a SystemError, which nobody would take for the end that was asked for."""
     try:
-        return ray.wait(pending, num_returns=1, timeout=timeout_s)
+        first, others = ray.wait(pending, num_returns=1, timeout=timeout_s)
+        # all that are there: of thousands one at a time would cost seconds
+        more, others = ray.wait(others, num_returns=len(others), timeout=0) if first and others else ([], others)
     except SystemError as error:
         raise (error.__cause__ or error) from None
+    return [*first, *more], others
 
 
 def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:

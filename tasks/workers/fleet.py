@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from storage.digest import value_digest
-from storage.errors import RatchetError, WorkerLost
+from storage.errors import InputError, RatchetError, WorkerLost
 from storage.ownership.scratch import new_folder
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig
@@ -29,7 +29,7 @@ from tasks.workers.folders import Folders
 from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
 from tasks.workers.meeting import forget
 from tasks.workers.placement import Placement, bundles, engines_on_a_card, placement, taken, transport
-from tasks.workers.ranks import RankActors, rank_labels, start_trainers
+from tasks.workers.ranks import RankActors, Standby, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, TrainerConfig
 
@@ -87,7 +87,8 @@ class Fleet:
         self._engines: list[EngineHandle] = []
         self._trainers: TrainerGroup | None = None
         self._trained_under: TrainerConfig | None = None
-        self._had_trainers = False
+        self._ranks: RankActors | None = None
+        self._standby = Standby()
         self._starting = threading.RLock()  # a rollout may run beside a training
         self._seats: dict[str, Seats] = {}  # on a cluster, by role
         self.folders: Folders = Folders() if cluster.local else HostFolders()
@@ -127,7 +128,7 @@ class Fleet:
         try:
             self._cluster.check_alive()
         except WorkerLost:
-            self._engines, self._trainers = [], None
+            self._engines, self._trainers, self._ranks, self._standby = [], None, None, Standby()
             raise
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
@@ -158,6 +159,10 @@ class Fleet:
                 self._trainers.end()  # a stage that is done again may train under other settings
             if self._trainers is None or not self._trainers.alive():
                 self._trainers, self._trained_under = self._trainer_group(str(model_dir), config), config
+            elif self._trainers.awaited and self._cluster.local:  # imports of others would delay theirs
+                section, settings = self._config, self._cluster.settings
+                deterministic = bool(section.device.deterministic)
+                self._standby.fill(self._run, section.workers.standby, self.device, settings, deterministic)
             return self._trainers
 
     def processes(self) -> dict[str, int]:
@@ -175,6 +180,7 @@ class Fleet:
             engine.end()
         if self._trainers is not None:
             self._trainers.end()
+        self._standby.end()
         self._engines, self._trainers = [], None
 
     def _release(self) -> None:
@@ -193,6 +199,8 @@ class Fleet:
         WorkerLost: as `reserve`."""
         if not isinstance(self.folders, HostFolders):
             return
+        if self._config.workers.standby:
+            raise InputError("workers.standby: on a Ray cluster no process waits for the place of another: set it to 0")
         wanted = bundles(self._config, self.device)
         if role not in wanted:  # engines that share the ranks' cards
             role = "trainers"
@@ -278,10 +286,12 @@ class Fleet:
         if found is None:
             deadline_s = self._config.workers.start_deadline_s
             settings, seats = self._cluster.settings, self._seats_of_ranks()
+            there = {} if self._ranks is None else self._ranks.survivors()
+            there |= self._standby.take([rank for rank in range(config.parallel.world_size) if rank not in there])
             found = start_trainers(
-                prefix, model_dir, config, self.device, settings, deadline_s, deterministic, seats=seats
+                prefix, model_dir, config, self.device, settings, deadline_s, deterministic, seats=seats, there=there
             )
-        replaces, self._had_trainers = self._had_trainers, True
+        replaces, self._ranks = self._ranks is not None, found
         return TrainerGroup.of(found, self._config.workers, replaces)
 
     def _found(self, role: str, prefix: str, labels: list[str]) -> RankActors | None:

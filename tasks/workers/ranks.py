@@ -1,21 +1,23 @@
 """Starting the trainer ranks as Ray actors."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
+import ray
 import ray.util
 
 from storage.errors import InputError
 from storage.ownership.scratch import new_folder
 from tasks.config.environment import Settings, trainer_environment, use_interface_of
 from tasks.workers import meeting
-from tasks.workers.actors import WorkerGroup, fresh_names, group_name, spawn
+from tasks.workers.actors import WorkerGroup, fresh_names, group_name, living, short_name, spawn
 from trainer_core.config import Device, RankSpec, TrainerConfig
 from trainer_core.protocol import TrainerProtocol
-from trainer_core.start import start_trainer
+from trainer_core.start import import_trainer, start_trainer
 
 Start = Callable[[str, TrainerConfig, RankSpec], TrainerProtocol]
 
@@ -29,18 +31,48 @@ class RankActors(WorkerGroup):
     ) -> None:
         super().__init__(labels, actors)
         self._meeting_place, self._name = meeting_place, name
+        self.keeps = False
+        """True if ranks that outlive another one are kept, for the next group."""
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
         """A group that an earlier flow process has started on a cluster."""
         return cls(labels, actors, name=name)
 
-    def end(self) -> None:
-        super().end()
+    def end(self, spared: Collection[int] = ()) -> None:
+        super().end(spared if self.keeps else ())
         if self._meeting_place is not None:
             shutil.rmtree(self._meeting_place, ignore_errors=True)
         if self._name is not None:
             meeting.forget(self._name)
+
+
+class Standby:
+    """Processes that have imported what a trainer rank needs, and wait for the place of one that dies."""
+
+    def __init__(self) -> None:
+        self._actors: list[Any] = []
+
+    def fill(self, run: str, count: int, device: Device, settings: Settings, deterministic: bool) -> None:
+        """Start those that are missing, without waiting."""
+        self._actors = living(self._actors) if count else []
+        missing = count - len(self._actors)
+        environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
+        for actor in spawn(fresh_names(f"{run}/standby", missing), [environment] * missing, detached=False):
+            actor.make.remote(import_trainer, (device,))
+            self._actors.append(actor)
+
+    def take(self, ranks: Sequence[int]) -> dict[int, Any]:
+        """Hand over one for each of these ranks, as long as there are some."""
+        found = living(self._actors)
+        self._actors = found[len(ranks) :]
+        return dict(zip(ranks, found, strict=False))
+
+    def end(self) -> None:
+        """End them."""
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
 
 
 def start_trainers(
@@ -53,11 +85,13 @@ def start_trainers(
     deterministic: bool = False,
     start: Start = start_trainer,
     seats: Sequence[Mapping[str, Any]] = (),
+    there: Mapping[int, Any] = MappingProxyType({}),
 ) -> RankActors:
     """Start the ranks of the layout without waiting for them. They meet at a file of this host, or on a cluster by
     Ray, so that no port is opened for that. They have `deadline_s` to start; `deterministic` restricts them to kernels
     whose results do not depend on timing, and `start` makes a rank in its process. `seats` are Ray's options of each
-    rank. Raises InputError: there are fewer cards than ranks."""
+    rank. Actors that are `there` already take the places of ranks, each at the end of what it does. Raises InputError:
+    there are fewer cards than ranks."""
     world_size = config.parallel.world_size
     if device == "cuda" and settings.local and world_size > len(settings.gpus):
         raise InputError(
@@ -66,9 +100,16 @@ def start_trainers(
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     names = fresh_names(prefix, world_size)
-    actors = spawn(names, [environment] * world_size, not settings.local, seats)
+    new = [rank for rank in range(world_size) if rank not in there]
+    spawned = spawn([names[rank] for rank in new], [environment] * len(new), not settings.local,
+                    [seats[rank] for rank in new] if seats else ())  # fmt: skip
+    by_rank = {**there, **dict(zip(new, spawned, strict=True))}
+    actors = [by_rank[rank] for rank in range(world_size)]
+    for rank, actor in there.items():
+        actor.become.remote(short_name(names[rank]))
     if settings.local:
         group = RankActors(rank_labels(world_size), actors, folder := new_folder())
+        group.keeps = device == "cpu"  # NCCL's calls do not end when another rank has died
         store = str(folder / "store")
     else:
         group = RankActors.found(group_name(names[0]), rank_labels(world_size), actors)

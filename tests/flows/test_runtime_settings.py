@@ -67,6 +67,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     "engine.async_scheduling": ("false", "true"),
     "engine.own_process": ("false", "true"),
     "engine.sleep": ("false", "true"),
+    "workers.standby": (0, 1),
     "workers.start_deadline_s": (60, 70),
     "workers.call_deadline_s": (60, 70),
     "workers.step_deadline_s": (60, 70),

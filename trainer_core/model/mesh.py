@@ -92,6 +92,13 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
     )
 
 
+def leave_ended() -> bool:
+    """Leave the groups of other ranks that have ended; False if this process is in none."""
+    if member := dist.is_initialized():
+        leave()
+    return member
+
+
 def leave() -> None:
     """Destroy the process groups; without it the process ends with a warning."""
     parallel_state.destroy_model_parallel()

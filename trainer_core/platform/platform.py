@@ -41,6 +41,14 @@ def prepare(device: Device, local_rank: int = 0) -> Platform:
     return _prepared[device]
 
 
+def import_for(device: Device) -> None:
+    """Import Megatron as `prepare` does, in a process that learns later which card it has."""
+    if device == "cuda":
+        _import_megatron()
+    else:
+        prepare(device)
+
+
 def use_deterministic_kernels() -> None:
     """Restrict torch in this process to kernels whose results do not depend on timing; operations without one raise.
     cuBLAS, NCCL and Transformer Engine take this setting from the environment, Megatron from the model's configuration.

@@ -10,7 +10,7 @@ from hatchling.builders.wheel import WheelBuilder
 from flows.cli.app import execute
 
 PROJECT = Path(__file__).resolve().parents[3]
-COMMANDS = ("loop", "memory", "overhead", "rollout", "storage", "sync", "train")
+COMMANDS = ("faults", "loop", "memory", "overhead", "rollout", "storage", "sync", "train")
 
 
 @pytest.mark.slow
@@ -37,6 +37,7 @@ def test_the_benches_are_commands_with_their_options(capsys: pytest.CaptureFixtu
         (["storage", "--run=missing"], "missing"),
         (["overhead", "--iterations=0"], "--iterations"),
         (["loop", "--iterations=2"], "give 3 or more"),
+        (["faults", "--iterations=2", "--every=3"], "none of 2 iterations would have a failure"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

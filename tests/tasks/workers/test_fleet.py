@@ -224,6 +224,13 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
 
 
+def test_on_a_cluster_no_process_can_stand_by(tmp_path):
+    config = parse_config({**config_of(str(tmp_path)).model_dump(mode="json"), "workers": {"standby": 1}}, "test")
+    cluster = Cluster(Settings(ray_address="10.77.0.1:6379", ray_token=None, gpus=()))
+    with pytest.raises(InputError, match=r"workers.standby: .* set it to 0"):
+        Fleet("run", config, cluster)._reserve("trainers")
+
+
 def test_more_ranks_than_cards_are_refused_before_anything_starts(tmp_path):
     config = config_of(str(tmp_path), pipeline=2)
     one_card = Settings(ray_address=None, ray_token=None, gpus=("0",))

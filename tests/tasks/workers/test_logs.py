@@ -19,11 +19,14 @@ def test_every_rank_is_heard_by_its_name(cluster: Cluster):
         names = fresh_names("a/trainers/settings", 2)
         group = WorkerGroup(["0", "1"], spawn(names, [{}, {}], detached=False))
         group.start(builtins.print, [("\x1b[31mfirst\x1b[0m",), ("second",)], DEADLINE_S)
+        (spare,) = spawn(fresh_names("a/standby", 1), [{}], detached=False)  # takes the place of a third one
+        spare.become.remote("trainer-2")
+        spare.make.remote(builtins.print, ("third",))
         deadline = time.monotonic() + DEADLINE_S
-        while len(said) < 2 and time.monotonic() < deadline:
+        while len(said) < 3 and time.monotonic() < deadline:
             time.sleep(0.1)
         group.end()
-    assert sorted(said) == ["[trainer-0] first", "[trainer-1] second"]
+    assert sorted(said) == ["[trainer-0] first", "[trainer-1] second", "[trainer-2] third"]
 
 
 def test_a_process_that_prints_without_end_is_limited():
