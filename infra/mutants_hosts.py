@@ -70,4 +70,12 @@ HOSTS = (
         "    return False\n",
         ("tests/trainer_core/test_again.py",),
     ),
+    Mutant(
+        "short-calls-are-stalls",
+        "calls that come one after the other to the same place are taken for one that stands still",
+        "tasks/workers/stalls.py",
+        "seen = (call[0], *(",
+        "seen = (0, *(",
+        ("tests/tasks/workers/test_stalls.py",),
+    ),
 )

@@ -16,6 +16,7 @@ from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 
 from storage.errors import OutOfMemory, RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
+from tasks.workers.stalls import Watch
 from trainer_core.progress import listen
 
 _GRACE_S = 5.0  # time the others get to end their part of a call after one member has failed
@@ -41,6 +42,8 @@ class Host:
         self._label = label
         self._held: Any = None
         self._calls = 0
+        self._watch = Watch(lambda text: sys.stdout.write(f"{text}\n"))
+        self._watch.begin()
 
     def __repr__(self) -> str:
         """The label that Ray puts before the lines that this process prints."""
@@ -49,7 +52,8 @@ class Host:
     def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the object. One that this process has made before is let go first."""
         self._held = None
-        self._held = factory(*arguments)
+        with self._watch.over(_START):
+            self._held = factory(*arguments)
 
     def become(self, label: str) -> None:
         """Take another label, also before the lines that this process prints."""
@@ -61,7 +65,8 @@ class Host:
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the object."""
         self._calls += 1
-        return operator.methodcaller(method, *arguments, **options)(self._held)
+        with self._watch.over(method):
+            return operator.methodcaller(method, *arguments, **options)(self._held)
 
     def pid(self) -> int:
         """Id of this process."""

@@ -1,0 +1,67 @@
+"""Calls that stand still are told once, with their place; others are not."""
+
+import threading
+
+import pytest
+
+from tasks.workers.stalls import STALL_S, Watch
+
+
+class Waiting:
+    """A call that waits in another thread."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.inside, self.end = threading.Event(), threading.Event()
+        self._watch = watch
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+        self.inside.wait()
+
+    def _run(self) -> None:
+        with self._watch.over("train_policy"):
+            self.inside.set()
+            self.end.wait()
+
+    def stop(self) -> None:
+        self.end.set()
+        self.thread.join()
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def now():
+    return [0.0]
+
+
+@pytest.fixture
+def watch(said, now):
+    return Watch(said.append, lambda: now[0])
+
+
+def test_a_call_that_stands_still_is_told_once_with_its_place(watch, said, now):
+    waiting = Waiting(watch)
+    for _ in range(3):
+        watch.look()
+    assert said == []
+    for _ in range(5):
+        now[0] += STALL_S
+        watch.look()
+    waiting.stop()
+    assert said
+    assert len(set(said)) == len(said)
+    assert said[-1].startswith(f"no progress in train_policy for {STALL_S:.0f} s on host ")
+    assert " (wait)" in said[-1]
+
+
+def test_another_call_in_the_same_place_and_no_call_at_all_are_no_stall(watch, said, now):
+    for _ in range(3):
+        waiting = Waiting(watch)
+        watch.look()
+        waiting.stop()
+        watch.look()
+        now[0] += STALL_S
+    assert said == []
