@@ -78,4 +78,12 @@ HOSTS = (
         "seen = (0, *(",
         ("tests/tasks/workers/test_stalls.py",),
     ),
+    Mutant(
+        "clocks-of-hosts-unlike",
+        "a host whose clock is minutes behind is used",
+        "tasks/workers/hosts.py",
+        "apart = max(before.clock - there.clock, there.clock - after.clock)",
+        "apart = there.clock - after.clock",
+        ("tests/tasks/workers/test_unlike_hosts.py",),
+    ),
 )

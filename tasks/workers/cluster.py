@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -159,9 +160,11 @@ def _sigterm_kept() -> Iterator[None]:
 
 def _attach(address: str) -> None:
     repair = "check that the cluster is running, RAY_ADDRESS (host:port) and RAY_AUTH_TOKEN"
-    if _reachable(address, repair) in ("localhost", LOOPBACK):
+    near = _reachable(address, repair) in ("localhost", LOOPBACK)
+    if near:
         keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not near:
+        _refuse_unless_opted_out(address)
 
     def attach() -> Any:
         return ray.init(address=address, namespace=NAMESPACE, log_to_driver=True, logging_level=logging.ERROR)
@@ -171,6 +174,16 @@ def _attach(address: str) -> None:
         _within(_ATTACH_DEADLINE_S, attach, late)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(f"cannot attach to the Ray cluster at {address} ({_first_line(error)}): {repair}") from error
+
+
+def _refuse_unless_opted_out(address: str) -> None:
+    """Raises InputError: there is no token, and nobody has said that none is wanted."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        raise InputError(
+            f"the Ray cluster at {address} is to be used without a token, so whoever reaches that address can run code "
+            "on all its hosts: start Ray with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on each host and export both "
+            "here, or export RAY_AUTH_MODE=disabled if the network is yours alone"
+        )
 
 
 def _reachable(address: str, repair: str) -> str:
@@ -200,10 +213,13 @@ def _unchanged(host: str) -> str:
 
 def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> T:
     """Run `work` in a daemon thread; raise `late` when it takes too long (the thread is then abandoned)."""
+    pool = ThreadPool(1)
     try:
-        return ThreadPool(1).apply_async(work).get(deadline_s)
+        return pool.apply_async(work).get(deadline_s)
     except multiprocessing.TimeoutError:
         raise late from None
+    finally:
+        pool.close()
 
 
 def _children_of_ray() -> list[psutil.Process]:

@@ -6,6 +6,7 @@ Ray chooses hosts and cards. Files get from host to host through the storage roo
 import fcntl
 import itertools
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -14,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -36,6 +37,7 @@ _FIT_S = 10.0  # for which room is waited for: another run may just be ending
 _AGAIN_S = 90.0  # the same after a loss: Ray takes up to half a minute to give a host up
 _ANSWER_S = 60.0  # the first process of a host imports for some seconds
 _FILES_S = 3600.0
+_CLOCKS_S = 60.0  # S3 refuses what is signed a quarter of an hour off
 
 _STRATEGY = {"trainers": "PACK", "engines": "SPREAD"}
 
@@ -77,7 +79,7 @@ def reserve(run: str, role: str, bundles: Bundles, again: bool = False) -> Seats
             placed = placement_group_table(group)["bundles_to_node_id"]
             nodes = tuple(placed[place] for place in range(len(bundles)))
             try:
-                _check_versions(sorted(set(nodes)))
+                _check_hosts(sorted(set(nodes)))
                 return Seats(group, nodes)
             except WorkerLost as loss:  # of a host that Ray has not given up yet
                 silent = loss
@@ -221,14 +223,44 @@ def _store_here(writer: PartWriter, folder: Path, names: tuple[str, ...], prefix
     return replace(writer, root=root).write_files(folder, names, prefix)
 
 
-def _check_versions(nodes: Sequence[str]) -> None:
-    """Raises InputError: a host has other code; WorkerLost: one does not answer."""
-    for node, version in zip(nodes, on_each(nodes, code_version), strict=True):
-        if version != code_version():
-            raise InputError(
-                f"host {_addresses().get(node, node)} has version {version} of Ratchet, and this one {code_version()}: "
-                "install the same on all hosts, at the same path"
-            )
+class HostFacts(NamedTuple):
+    """What must be the same on all hosts of a run."""
+
+    code: str
+    python: str
+    clock: float
+    """Seconds since the epoch."""
+
+
+def host_facts() -> HostFacts:
+    """Those of this host."""
+    return HostFacts(code_version(), platform.python_version(), time.time())
+
+
+def unlike(host: str, there: HostFacts, before: HostFacts, after: HostFacts) -> str | None:
+    """The reason why a host cannot be used, with its repair; None if there is none. `before` and `after` are the facts
+    of this host before and after the others were asked."""
+    if there.code != before.code:
+        return (f"host {host} has version {there.code} of Ratchet, and this one {before.code}: install the same on all "
+                "hosts, at the same path")  # fmt: skip
+    if there.python != before.python:
+        return (f"host {host} has Python {there.python}, and this one {before.python}: install the same on all hosts, "
+                "at the same path")  # fmt: skip
+    apart = max(before.clock - there.clock, there.clock - after.clock)
+    if apart > _CLOCKS_S:
+        way = "ahead of" if there.clock > after.clock else "behind"
+        return (f"the clock of host {host} is {apart:.0f} s {way} that of this host, and an object store refuses "
+                "requests of a wrong time: set both by the same time server")  # fmt: skip
+    return None
+
+
+def _check_hosts(nodes: Sequence[str]) -> None:
+    """Raises InputError: a host is unlike this one; WorkerLost: one does not answer."""
+    before = host_facts()
+    found, after = on_each(nodes, host_facts), host_facts()
+    for node, there in zip(nodes, found, strict=True):
+        if refusal := unlike(_addresses().get(node, node), there, before, after):
+            raise InputError(refusal)
 
 
 def _kept(name: str, bundles: Bundles) -> PlacementGroup | None:

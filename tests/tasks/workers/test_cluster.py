@@ -166,8 +166,9 @@ def test_a_ray_that_cannot_be_kept_on_loopback_is_refused(monkeypatch):
         cluster.start()
 
 
-def attach(address, token):
+def attach(address, token, deadline_s=60.0):
     code = (
+        f"from tasks.workers import cluster\ncluster._ATTACH_DEADLINE_S = {deadline_s}\n"
         "from tasks.workers.cluster import Cluster\nfrom tasks.config.environment import Settings\n"
         "from storage.errors import RatchetError\n"
         "with Cluster(Settings.from_environment()) as cluster:\n"
@@ -193,6 +194,14 @@ def test_a_process_attaches_with_the_token_and_a_second_ray_in_one_process_is_re
     assert attach(address, "0" * 64).startswith(f"{InputError.__name__}: ")  # in time
     started.check_alive()
     start_actor()
+
+
+@pytest.mark.slow
+def test_an_address_that_accepts_and_never_answers_is_refused_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        answer = attach(address, "0" * 64, deadline_s=3.0)
+    assert answer.startswith(f"{InputError.__name__}: the Ray cluster at {address} did not answer within 3 s: check")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:", ""])
