@@ -32,7 +32,7 @@ STEPS = {
     "loaded": "state",
     "gradient": "first gradient",
 }
-"""What is done until each mark."""
+"""Work that ends with each mark."""
 _SIDES: dict[SideName, tuple[str, ...]] = {
     "undisturbed": (),
     "everything": ("run.retries=0",),
@@ -76,7 +76,7 @@ class FaultsBench(BaseModel):
 
 
 class Faults(BaseModel):
-    """What is to be measured."""
+    """Order of a measurement."""
 
     iterations: int
     every: int

@@ -37,7 +37,7 @@ def note(folder: Path, what: str) -> None:
 
 
 def noted(folder: Path) -> list[Mark]:
-    """What was noted, in order."""
+    """Marks of a run, in order."""
     path = folder / MARKS
     return [Mark.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 

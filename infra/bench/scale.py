@@ -1,4 +1,4 @@
-"""What a run of many cards costs its one driver, store and Ray head: unit costs of this machine, and what they come to.
+"""Costs of a run of many cards for its one driver, store and Ray head: unit costs of this machine, multiplied.
 
 python -m infra.bench.scale [--json]
 
@@ -61,7 +61,7 @@ class Units(BaseModel):
 
 
 class Bill(BaseModel):
-    """What the units come to for a number of cards, with a trainer rank on each."""
+    """The units for a number of cards, with a trainer rank on each."""
 
     cards: int
     state_files: int
@@ -119,7 +119,7 @@ def measured(folder: Path) -> Units:
 
 
 def bill(units: Units, cards: int) -> Bill:
-    """What the units come to."""
+    """The units, multiplied."""
     files = cards * units.files_per_rank
     return Bill(
         cards=cards,

@@ -224,7 +224,7 @@ def _store_here(writer: PartWriter, folder: Path, names: tuple[str, ...], prefix
 
 
 class HostFacts(NamedTuple):
-    """What must be the same on all hosts of a run."""
+    """Facts that must be the same on all hosts of a run."""
 
     code: str
     python: str
