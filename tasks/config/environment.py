@@ -181,6 +181,11 @@ def ensure_ray_token() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
+def chooses_ray_authentication() -> bool:
+    """True if the user has said whether a Ray asks for a token."""
+    return "RAY_AUTH_MODE" in os.environ
+
+
 def engine_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
     """Variables that an engine's process needs beyond those it inherits; `gpus` are the only cards it sees."""
     specific = _ENGINE_ON_CPU if device == "cpu" else {}

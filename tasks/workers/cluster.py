@@ -2,7 +2,6 @@
 
 import logging
 import multiprocessing
-import os
 import signal
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 
 from storage.errors import InputError, RatchetError, WorkerLost
 from storage.ownership.scratch import socket_folder
-from tasks.config.environment import Settings, ensure_ray_token
+from tasks.config.environment import Settings, chooses_ray_authentication, ensure_ray_token
 from tasks.workers.logs import silence_terminal
 
 NAMESPACE = "ratchet"
@@ -178,7 +177,7 @@ def _attach(address: str) -> None:
 
 def _refuse_unless_opted_out(address: str) -> None:
     """Raises InputError: there is no token, and nobody has said that none is wanted."""
-    if "RAY_AUTH_MODE" not in os.environ:
+    if not chooses_ray_authentication():
         raise InputError(
             f"the Ray cluster at {address} is to be used without a token, so whoever reaches that address can run code "
             "on all its hosts: start Ray with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on each host and export both "
