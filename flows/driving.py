@@ -1,27 +1,39 @@
 """Driving a run under its lease, from where its manifests end to the last iteration; without Prefect and Ray."""
 
 import logging
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+import psutil
+from pydantic import JsonValue
+
 from flows.iteration import Source, redo, source_of
+from flows.preflight import check_start
 from flows.views.history import last_iteration, next_iteration, read_record, workflow_of
 from flows.views.progress import Progress
 from storage import layout
 from storage.backends.root import Root
-from storage.errors import LeaseHeld, Overtaken
+from storage.errors import InputError, LeaseHeld, Overtaken
 from storage.manifest import Fence
 from storage.ownership.lease import Lease, hold
 from storage.revisions import Rerun, Revisions, keep_copies, read_revisions
-from storage.upkeep.catalog import names
+from storage.upkeep.catalog import names, require_run
 from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
 from tasks.config.document import parse_config
-from tasks.config.identity import with_settings
+from tasks.config.identity import split_changes, unchangeable, with_settings
 from tasks.config.run import RunConfig
-from tasks.config.stored import corrections, documents, read_config, record_config
+from tasks.config.stored import (
+    changed_config,
+    corrections,
+    documents,
+    read_config,
+    record_config,
+    stored_config,
+)
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.retrying import persistent
@@ -87,6 +99,45 @@ def rerun(root: Root, name: str, wanted: Wanted) -> Rerun:
     """Record that a finished stage is to be done again; `Drive.complete` then does it. Raises as `ask`."""
     with hold(root, name, "ratchet rerun") as lease:
         return ask(root, WORKFLOW, name, wanted, lease)
+
+
+def person() -> str:
+    """Name of the requester in records: user and host of this process."""
+    return f"{psutil.Process().username()}@{socket.gethostname()}"
+
+
+def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -> tuple[Rerun, RunConfig]:
+    """Record that a stage is to be repeated, unless that is recorded; return the configuration that the run has then.
+    Of the settings in `given`, `section.key=value`, those that decide results apply from this stage on. Raises
+    InputError if the stage cannot be repeated so, LeaseHeld if another process drives the run."""
+    require_run(root, run)
+    if not wanted.reason.strip():
+        raise InputError("a reason is missing: say why the stage is done again; it is recorded with the result")
+    before = stored_config(root, run)
+    if before.retrain is not None:
+        raise InputError(f"run {run} trains on stored samples, and its stages are not done again: start a new retrain")
+    after = changed_config(before, run, given)
+    settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    _check_settings(before, wanted, settings)
+    check_start(run, root, before)
+    asked = rerun(root, run, replace(wanted, settings=settings, ahead=after.rollout.ahead))
+    return asked, going_on(before, {**runtime, "run.iterations": asked.until}, run)
+
+
+def going_on(config: RunConfig, settings: dict[str, object], run: str) -> RunConfig:
+    """The configuration with runtime settings replaced."""
+    document = with_settings(config.model_dump(mode="json"), settings)  # pyright: ignore[reportArgumentType]
+    return parse_config(document, f"of run {run}")
+
+
+def _check_settings(config: RunConfig, wanted: Wanted, settings: Mapping[str, JsonValue]) -> None:
+    stage = Stage(wanted.stage)
+    if settings and not WORKFLOW.leads_on(stage):
+        raise InputError(f"nothing is made from {stage}: it cannot be done again with {', '.join(settings)}")
+    if fixed := list(unchangeable(config, settings, (stage, *WORKFLOW.behind[stage]))):
+        fact = f"{', '.join(fixed)} cannot change when {stage} of iteration {wanted.iteration} is done again"
+        why = "what comes before it was made under the old value"
+        raise InputError(f"{fact}: {why}. Do an earlier stage again, or fork the run")
 
 
 def is_redoing(root: Root, name: str) -> bool:

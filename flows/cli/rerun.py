@@ -38,7 +38,7 @@ def rerun_command(
     common: Common = Common(),
 ) -> int:
     """Do a finished stage again, as a new revision; the first result stays."""
-    from flows.rerun import ask_again, going_on, person
+    from flows.driving import ask_again, going_on, person
     from tasks.config.stored import stored_config
 
     prepare_process()
@@ -70,7 +70,7 @@ def choose_command(
     common: Common = Common(),
 ) -> int:
     """Make a revision the head of a run: what the run consists of, and goes on from. The others stay."""
-    from flows.rerun import person
+    from flows.driving import person
     from flows.views.reports import write_report  # draws curves
     from tasks.config.stored import stored_config
 

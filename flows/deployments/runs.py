@@ -10,8 +10,7 @@ from prefect.states import Cancelled, Completed
 from pydantic import WithJsonSchema
 
 from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, fix, form, log_console, owner
-from flows.driving import is_complete
-from flows.rerun import ask_again
+from flows.driving import ask_again, is_complete
 from flows.run import perform, ready
 from flows.views.history import ended_iterations, last_iteration
 from flows.views.progress import Progress
