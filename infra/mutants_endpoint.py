@@ -12,7 +12,8 @@ ENDPOINT = (
         "endpoint-tokenizes-again",
         "the engine is given another rendering of a history than the tokens that were sampled",
         _SESSIONS,
-        "            return Asked(branch, history, texts, given, np.concatenate([branch.row.tokens, given]))\n",
+        "            return Asked(branch, history, texts, given, np.concatenate([branch.row.tokens, given]), "
+        "more.text)\n",
         "            again = self.renderer.first(history.rendered(), history.shown_tools)\n"
         "            return Asked(branch, history, texts, given, np.asarray(again, np.int32))\n",
         _TESTS,
@@ -23,6 +24,14 @@ ENDPOINT = (
         _SESSIONS,
         "if end is branch.ends[-1] and not branch.taken:",
         "if not branch.taken:",
+        _TESTS,
+    ),
+    Mutant(
+        "endpoint-text-of-another-turn",
+        "the text before an answer is taken to end with the answer before it, so that its turn is not appended",
+        "tasks/environments/rendering.py",
+        "return Following(self._codec.encode(rest), kept, whole)",
+        "return Following(self._codec.encode(rest), kept, told)",
         _TESTS,
     ),
     Mutant(

@@ -71,12 +71,23 @@ class AgentsBench(BaseModel):
     """Median over pairs of the first by the second."""
     ratio_spread: float
     """Largest minus smallest of these ratios."""
+    engine_s: float
+    """Processor time of the engine behind the endpoint in a round, in s."""
+    endpoint_s: float
+    """Processor time of the endpoint's process in a round: requests, sessions, calls of the engine, events, in s."""
+    harness_s: float
+    """Processor time of the processes of the harness in a round, in s."""
+    bare_engine_s: float
+    """Processor time of vLLM alone in a round, in s."""
     endpoint_ms: float
     """Processor time of the endpoint's process for each answer, with the storing of events, in ms."""
     harness_ms: float
     """Processor time of the processes of the harness for each answer, in ms: on CPU they compete with the engine."""
     engine_ratio: float
     """Processor time of vLLM alone by that of the engine behind the endpoint."""
+    ratio_without_harness: float
+    """Processor time of vLLM alone by that of the engine and the endpoint together. No rate was measured so: an
+    estimate of `ratio` where only those two take the engine's cores, and the harness runs elsewhere."""
     prefix_cache_hits: float
     """Share of the full blocks of earlier turns that the engine took from its prefix cache."""
 
@@ -253,8 +264,13 @@ def _result(device: Device, size: _Size, rounds: Sequence[tuple[_Round, Took]]) 
         bare_tokens_per_s=median(tokens / bare.seconds for _, bare in rounds),
         ratio=statistics.median(ratios),
         ratio_spread=max(ratios) - min(ratios),
+        engine_s=median(ours.engine_s for ours, _ in rounds),
+        endpoint_s=median(ours.endpoint_s for ours, _ in rounds),
+        harness_s=median(ours.harness_s for ours, _ in rounds),
+        bare_engine_s=median(bare.processor_s for _, bare in rounds),
         endpoint_ms=median(1000 * ours.endpoint_s / answers for ours, _ in rounds),
         harness_ms=median(1000 * ours.harness_s / answers for ours, _ in rounds),
         engine_ratio=median(bare.processor_s / ours.engine_s for ours, bare in rounds),
+        ratio_without_harness=median(bare.processor_s / (ours.engine_s + ours.endpoint_s) for ours, bare in rounds),
         prefix_cache_hits=median(ours.hits for ours, _ in rounds),
     )

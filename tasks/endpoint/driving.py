@@ -37,7 +37,7 @@ from tasks.environments.sampler import Sampler
 from tasks.environments.scores import Kept, PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
 
-_LOOK_S = 0.1
+_LATER_S = 0.1
 _FOREVER_S = 1e8
 _LIMITS = ("refused/session_limit", "refused/context_length_exceeded")
 
@@ -48,7 +48,8 @@ class RecordedSampler(Sampler):
     def __init__(self, sampler: Sampler, past: Sequence[TurnEvent], note: Note) -> None:
         """`note` runs on the loop that makes this object, `sample` on any."""
         self._sampler, self._note, self._loop = sampler, note, asyncio.get_running_loop()
-        self._failure: BaseException | None = None
+        self.failure: asyncio.Future[BaseException] = self._loop.create_future()
+        """The error by which an answer could not be kept, once there is one."""
         self._known = {event.detail: answer_of(event) for event in past if event.kind == "called"}
 
     async def sample(self, prompt: TokenIds, seed: int, sampling: Sampling) -> Answer:
@@ -62,16 +63,12 @@ class RecordedSampler(Sampler):
             self._known[place] = answer
         return self._known[place]
 
-    def check(self) -> None:
-        """Raise the error by which an answer could not be kept, if there was one."""
-        if self._failure is not None:
-            raise self._failure
-
     async def _noted(self, event: TurnEvent) -> None:
         try:
             await self._note(event)
         except BaseException as error:
-            self._failure = error
+            if not self.failure.done():
+                self.failure.set_result(error)
             raise
 
 
@@ -117,9 +114,11 @@ class Driver:
             begun = time.monotonic()
             try:
                 while not driven.done():
-                    await asyncio.wait({driven}, timeout=_LOOK_S)
-                    sampler.check()
-                    self._check_time(task, time.monotonic() - begun - session.sampling_s)
+                    left = self._left(task, time.monotonic() - begun - session.sampling_s)
+                    wakes = {driven, sampler.failure}
+                    await asyncio.wait(wakes, timeout=left + _LATER_S, return_when=asyncio.FIRST_COMPLETED)
+                    if sampler.failure.done():
+                        raise sampler.failure.result()
                 reward = float((await driven)["reward"])
             except EnvironmentFailed as failure:
                 if failure.reason != "exception" or not any(session.counts[one] for one in _LIMITS):
@@ -131,10 +130,12 @@ class Driver:
             raise EnvironmentFailed("exception", f"the drive of {task} has asked the policy nothing")
         return reward
 
-    def _check_time(self, task: Task, spent: float) -> None:
+    def _left(self, task: Task, spent: float) -> float:
+        """Seconds after which its time may be over: later if the engines have a part in them."""
         if spent > self.limits.seconds:
             late = f"the drive of {task} took more than {self.limits.seconds:g} s beside the engines"
             raise EnvironmentFailed("timeout", late)
+        return self.limits.seconds - spent
 
 
 @contextmanager

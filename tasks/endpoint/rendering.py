@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tasks.data.tokenizer import TextCodec
-from tasks.environments.rendering import Renderer
+from tasks.environments.rendering import Following, Renderer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -21,15 +21,18 @@ class HistoryRenderer:
             return self._chat.first(messages, tools)
         return self._codec.opened(self._codec.encode(messages[0]["content"]))
 
-    def following(self, before: Messages, new: Messages, tools: Messages, last: int) -> list[int] | None:
-        """Token ids of what is `new` behind an answer that ends with the token `last`; None if it cannot be appended:
-        the template does not keep what was before, or a text lacks the stop token that was sampled."""
+    def following(
+        self, before: Messages, new: Messages, tools: Messages, last: int, opened: str | None
+    ) -> Following | None:
+        """Rendering of what is `new` behind an answer that ends with the token `last`; None if it cannot be appended:
+        the template does not keep what was before, or a text lacks the stop token that was sampled. `opened` as in
+        `Renderer.after`."""
         if new[0]["role"]:
-            return self._chat.following(before, new, tools, last)
+            return self._chat.following(before, new, tools, last, opened)
         text, stop = new[0]["content"], ""
         if last in self._codec.stop_tokens:
             (stop,) = self._codec.visible([last])
-        return self._codec.encode(text.removeprefix(stop)) if text.startswith(stop) else None
+        return Following(self._codec.encode(text.removeprefix(stop)), kept=True) if text.startswith(stop) else None
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._chat.text(tokens)

@@ -178,7 +178,8 @@ def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
         raise Refused(f"{fact}: send less text", "request_too_large", 413)
     try:
         document = json.loads(body.decode())
-        json.dumps(document, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        if b"\\ud" in body.lower():  # half of a surrogate pair is no text
+            json.dumps(document, ensure_ascii=False).encode()
         return kind.model_validate(document)
     except UnicodeError as error:
         fact = f"the request is not UTF-8 ({error.reason if isinstance(error, _UNREADABLE) else error})"
@@ -208,7 +209,7 @@ def disobeyed(request: ChatRequest | CompletionRequest, how: Sampling) -> dict[s
         "response_format": (None, {"type": "text"}),
         "tool_choice": (None, "auto", "none"),
     }
-    given = request.model_dump()
+    given = vars(request)
     return {name: given[name] for name, same in follow.items() if given.get(name) not in same}
 
 

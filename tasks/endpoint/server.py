@@ -24,7 +24,7 @@ from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
 from tasks.endpoint.sessions import Asked, History, Session
 from tasks.engine.protocol import Sampling
-from tasks.environments.calls import Parts, Reader, by_tags
+from tasks.environments.calls import Parts, Reader, by_tags, read_by
 from tasks.environments.sampler import Sampler
 
 _STARTS_S = 60.0
@@ -185,7 +185,7 @@ class Endpoint:
         if isinstance(asked, CompletionRequest):
             return Parts(text)
         tools = [] if asked.tool_choice == "none" else question.history.shown_tools
-        return await asyncio.to_thread(self._read, text, tools)
+        return await read_by(self._read, text, tools)
 
     def _how(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> Sampling:
         room = self._rules.context - len(question.tokens)

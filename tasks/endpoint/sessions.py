@@ -45,15 +45,15 @@ class History(NamedTuple):
         """The messages as templates take them."""
         return [one.rendered() for one in self.messages]
 
-    def after(self, end: "History") -> list[dict[str, Any]]:
+    def after(self, end: "History") -> tuple[Message, ...]:
         """New messages after another history; none if it does not go on with that."""
         if self.tools != end.tools or not end.messages:
-            return []
+            return ()
         if not self.messages[0].role:
             text, before = self.messages[0].content, end.messages[0].content
-            return [Message("", text.removeprefix(before)).rendered()] if text.startswith(before) else []
+            return (Message("", text.removeprefix(before)),) if text.startswith(before) else ()
         same = all(sent.repeats(ours) for sent, ours in zip(self.messages, end.messages, strict=False))
-        return self.rendered()[len(end.messages) :] if same else []
+        return self.messages[len(end.messages) :] if same else ()
 
     def then(self, answer: Message) -> "History":
         if self.messages[0].role:
@@ -68,6 +68,7 @@ class _End:
     history: History  # with the answer, as the client was given it
     texts: tuple[dict[str, Any], ...]  # the same, with each answer of this branch as the text that was sampled
     turns: int
+    opened: str | None  # as in `Renderer.after`
 
 
 @dataclass(eq=False)
@@ -103,6 +104,7 @@ class Asked(NamedTuple):
     before: tuple[dict[str, Any], ...]  # messages that `new` follows, as texts; empty at the beginning of a branch
     new: NDArray[np.int32]  # tokens to be appended to the branch before the answer
     tokens: NDArray[np.int32]  # all that precedes the answer
+    opened: str | None = None  # the same as text, if it has been rendered
 
 
 @dataclass
@@ -163,7 +165,7 @@ class Session:
         row.answer(answer, **({"calls": json.dumps(recorded(parts))} if parts.calls else {}))
         message = Message(ASSISTANT, parts.content, calls, reasoning=parts.reasoning)
         texts = (*(asked.before or asked.history.rendered()), {"role": ASSISTANT, "content": text})
-        asked.branch.ends.append(_End(asked.history.then(message), texts, len(row.turns)))
+        asked.branch.ends.append(_End(asked.history.then(message), texts, len(row.turns), asked.opened))
         self.last = asked.branch
         self.counts.update(answers=1, tokens=len(answer.tokens))
         self._released(asked)
@@ -192,21 +194,24 @@ class Session:
 
     def _continued(self, history: History) -> Asked | None:
         """The branch whose answer has most of the history before it; None if there is none, or it cannot be kept."""
-        ends = [(branch, end) for branch in self.branches for end in branch.ends if history.after(end.history)]
-        if not ends:
+        ends = [(branch, end) for branch in self.branches for end in branch.ends]
+        ends.sort(key=lambda one: len(one[1].texts), reverse=True)
+        found = next((one for one in ends if history.after(one[1].history)), None)
+        if found is None:
             return None
-        branch, end = max(ends, key=lambda one: len(one[1].texts))
-        new = history.after(end.history)
-        ids = self.renderer.following(end.texts, new, history.shown_tools, branch.last(end.turns))
-        if ids is None:
+        branch, end = found
+        new = [one.rendered() for one in history.after(end.history)]
+        more = self.renderer.following(end.texts, new, history.shown_tools, branch.last(end.turns), end.opened)
+        if more is None:
             return self._begun(history, "template")
-        texts, given = (*end.texts, *new), np.asarray(ids, np.int32)
+        texts, given = (*end.texts, *new), np.asarray(more.tokens, np.int32)
         if end is branch.ends[-1] and not branch.taken:
             branch.taken = True
-            return Asked(branch, history, texts, given, np.concatenate([branch.row.tokens, given]))
+            return Asked(branch, history, texts, given, np.concatenate([branch.row.tokens, given]), more.text)
         row = branch.copied(end.turns)
         tokens = np.concatenate([row.tokens, given])
-        return Asked(self._born(history, "again", row, tokens, branch.number), history, texts, given, tokens)
+        born = self._born(history, "again", row, tokens, branch.number)
+        return Asked(born, history, texts, given, tokens, more.text)
 
     def _why(self, history: History) -> Why:
         if not self.branches:

@@ -1,5 +1,6 @@
 """The parts of an answer by the tags that many families of models write: reasoning, text and calls of tools."""
 
+import asyncio
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,11 @@ class Parts(NamedTuple):
 
 
 Reader = Callable[[str, Sequence[Any]], Parts]  # takes the text of an answer and the tools that it may call
+
+
+async def read_by(reader: Reader, text: str, tools: Sequence[Any]) -> Parts:
+    """The parts of an answer. A reader that waits for another process does so in a thread."""
+    return by_tags(text, tools) if reader is by_tags else await asyncio.to_thread(reader, text, tools)
 
 
 def by_tags(text: str, tools: Sequence[Any]) -> Parts:

@@ -3,7 +3,6 @@
 Each event is durable before anything follows from it, so another process goes on where this one was lost.
 """
 
-import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from tasks.data.backends import Message
 from tasks.data.chat import ASSISTANT
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import Sampling, TokenIds
-from tasks.environments.calls import Reader, recorded
+from tasks.environments.calls import Reader, read_by, recorded
 from tasks.environments.hosting import EnvironmentFailed, Host, Opened
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
@@ -65,6 +64,7 @@ class Conversation:
         self.messages: list[Message] = []
         self.action = ""
         self.rewritten = 0  # as `PlayedScore.rewritten`
+        self._opened: str | None = None  # `Following.text` of all messages before the last answer
         self.open = self.ended = False
 
     @property
@@ -134,7 +134,9 @@ class Conversation:
         self.ended = event.done or self._there.answers >= self._limits.turns
         if not self.ended:
             last = int(self._there.tokens[-1])
-            tokens, kept = self._renderer.after(self.messages, new, self.events[0].tools, last)
+            tokens, kept, self._opened = self._renderer.after(
+                self.messages, new, self.events[0].tools, last, self._opened
+            )
             self.rewritten += not kept
             if len(tokens) < self.room:
                 self._there.observe(tokens, _role(new), results=_results(new))
@@ -214,7 +216,7 @@ class Player:
         if not self.host.reads:
             return ""
         text, tools = self.renderer.text(answer.tokens.tolist()), conversation.events[0].tools
-        found = recorded(await asyncio.to_thread(self.reader, text, tools))
+        found = recorded(await read_by(self.reader, text, tools))
         return json.dumps(found) if found else ""
 
     async def _begin(self, task: Task, conversation: Conversation, opened: Opened, note: Note) -> None:

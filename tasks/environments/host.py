@@ -7,6 +7,7 @@ processes have started, when nobody holds the other end.
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import json
 import os
@@ -44,6 +45,7 @@ def main() -> None:
         digest = found.load().digest
         made = made_by(found, order["arguments"])  # refused now, not in every conversation
         reads = not isinstance(made, Driven) and takes_calls(made)
+        gc.freeze()  # a collection in a fork would copy every page of what is imported
         hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven), "reads": reads}
         control.send(json.dumps(hello).encode())
         while _next(control, order, found, processes):
@@ -84,13 +86,15 @@ def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunctio
 
 def _end(process: int) -> None:
     """Kill the process of a conversation, and what it has started."""
-    below = set[int]()
-    with suppress(psutil.NoSuchProcess):  # it has ended
-        below = {process, *(one.pid for one in psutil.Process(process).children(recursive=True))}
-    for one in psutil.Process().children(recursive=True):
+    doomed, below = list[psutil.Process](), {process}
+    for one in psutil.Process().children(recursive=True):  # a parent comes before its children
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if one.pid in below or os.getsid(one.pid) == process:
-                one.kill()
+            if one.pid in below or one.ppid() in below or os.getsid(one.pid) == process:
+                doomed.append(one)
+                below.add(one.pid)
+    for one in doomed:  # all are known before the first dies, whose children get another parent
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def _reap() -> None:

@@ -18,6 +18,8 @@ class Following(NamedTuple):
     tokens: list[int]
     kept: bool
     """True if the template, given the whole conversation as text, writes these same tokens after the same text."""
+    text: str | None = None
+    """The whole conversation as the template writes it, up to the next answer; None without a template."""
 
 
 class Renderer:
@@ -38,32 +40,48 @@ class Renderer:
         return codec.opened(codec.encode(_plain(messages)))
 
     def following(
-        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message] = (), last: int | None = None
-    ) -> list[int] | None:
-        """Token ids of `new` messages up to the next answer, as `after`; None if the template does not keep what was
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Message] = (),
+        last: int | None = None,
+        opened: str | None = None,
+    ) -> Following | None:
+        """Rendering of `new` messages up to the next answer, as `after`; None if the template does not keep what was
         before, so that a new segment must begin with `first` of all messages."""
-        found = self.after(before, new, tools, last)
-        return found.tokens if found.kept else None
+        found = self.after(before, new, tools, last, opened)
+        return found if found.kept else None
 
     def after(
-        self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message] = (), last: int | None = None
+        self,
+        before: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Message] = (),
+        last: int | None = None,
+        opened: str | None = None,
     ) -> Following:
         """Rendering of `new` messages up to the next answer. The last message of `before` is the policy's answer, whose
         content is the text that it sampled, and `last` its last token: a stop token ends the answer, so its text is not
-        written again. Raises InputError: as `first`."""
+        written again. `opened` is `Following.text` of what precedes that answer, if it is known. Raises InputError: as
+        `first`."""
         if not self._codec.has_template:
             return Following(self._codec.encode(_plain(new)), kept=True)
+        if opened is None:
+            opened = self._codec.render(Chat(before[:-1], tools), answering=True)
+        whole = self._codec.render(Chat([*before, *new], tools), answering=True)
+        stop = self._codec.visible([last])[0] if last is not None and last in self._codec.stop_tokens else ""
+        told = f"{opened}{before[-1]['content']}{stop}"
+        kept = whole.startswith(told)
+        rest = whole[len(told) :] if kept else self._behind_a_mark(before, new, tools).removeprefix(stop)
+        return Following(self._codec.encode(rest), kept, whole)
+
+    def _behind_a_mark(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message]) -> str:
+        """The text of new messages where the template writes another text of the answer before them."""
         marked = [*before[:-1], {"role": ASSISTANT, "content": _MARK}, *new]
         _, there, rest = self._codec.render(Chat(marked, tools), answering=True).rpartition(_MARK)
         if not there:
             raise InputError("the tokenizer's chat template does not write an answer as it was given")
-        opened = self._codec.render(Chat(before[:-1], tools), answering=True)
-        whole = self._codec.render(Chat([*before, *new], tools), answering=True)
-        kept = whole == opened + str(before[-1]["content"]) + rest
-        if last is not None and last in self._codec.stop_tokens:
-            (stop,) = self._codec.visible([last])
-            kept, rest = kept and rest.startswith(stop), rest.removeprefix(stop)
-        return Following(self._codec.encode(rest), kept)
+        return rest
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of an answer, without its stop token."""

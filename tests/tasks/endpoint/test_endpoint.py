@@ -55,6 +55,20 @@ def test_a_conversation_with_tools_keeps_the_sampled_tokens(codec):
     check_rows(session, policy)
 
 
+def test_each_of_many_turns_is_appended_to_those_before(codec):
+    with talking(codec, lambda text, seed: f"there are {text.count('<|user|>')}") as (endpoint, policy, url):
+        session, messages = endpoint.open(5), []
+        for turn in range(4):
+            messages.append(user(f"and {turn}"))
+            answer = ask(url, session, messages).choices[0].message
+            assert answer.content == f"there are {turn + 1}"
+            messages.append({"role": "assistant", "content": answer.content})
+        endpoint.close(session)
+    (branch,) = session.sampled
+    assert branch.row.answers == 4
+    check_rows(session, policy)
+
+
 def test_an_edited_history_begins_a_branch(codec):
     with talking(codec, lambda text, seed: f"three {seed % 1000}") as (endpoint, policy, url):
         session = endpoint.open(5)

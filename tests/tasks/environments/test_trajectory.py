@@ -83,9 +83,19 @@ def test_only_new_messages_are_rendered_and_the_whole_text_is_that_of_the_templa
     more = renderer.following([USER, SAID], [MORE], last=sampled[-1])
     assert more is not None
     before, after = "<|begin|><|user|>one and one<|end|>", "<|user|>and three<|end|>"
-    assert chat_codec.backend.decode([[*first, *sampled, *more]]) == [
+    assert chat_codec.backend.decode([[*first, *sampled, *more.tokens]]) == [
         f"{before}\n<|assistant|>is two<|end|>\n{after}\n<|assistant|>"
     ]
+
+
+def test_a_turn_whose_beginning_was_rendered_before_is_rendered_alike(chat_codec):
+    renderer = Renderer(chat_codec)
+    text = renderer.after([USER, SAID], [MORE], last=END).text
+    for said in ("is three", ""):
+        messages = [USER, SAID, MORE, {**SAID, "content": said}]
+        alike = renderer.after(messages, [USER], last=END, opened=text)
+        assert alike == renderer.after(messages, [USER], last=END)
+        assert alike.kept
 
 
 def test_a_template_that_changes_what_was_said_before_asks_for_a_new_segment(tmp_path):
@@ -93,8 +103,8 @@ def test_a_template_that_changes_what_was_said_before_asks_for_a_new_segment(tmp
     codec = TextCodec.from_directory(folder, [END])
     thought = {"role": "assistant", "content": "hm#two"}
     assert Renderer(codec).following([USER, thought], [MORE], last=END) is None
-    assert Renderer(codec).after([USER, thought], [MORE], last=END).tokens == Renderer(codec).following(
-        [USER, SAID], [MORE], last=END
+    assert Renderer(codec).after([USER, thought], [MORE], last=END).tokens == (
+        Renderer(codec).after([USER, SAID], [MORE], last=END).tokens
     )
 
 
@@ -117,7 +127,7 @@ def test_a_model_without_a_template_reads_contents_and_no_tools(tmp_path):
     plain_codec = TextCodec.from_directory(tmp_path)
     renderer = Renderer(plain_codec)
     assert plain_codec.backend.decode([renderer.first([{"role": "user", "content": "1+1="}])]) == ["1+1="]
-    assert plain_codec.backend.decode([renderer.following([], [{"role": "tool", "content": "2"}])]) == ["2"]
+    assert plain_codec.backend.decode([renderer.after([], [{"role": "tool", "content": "2"}]).tokens]) == ["2"]
     with pytest.raises(InputError, match="no chat template that could show it tools"):
         renderer.first([USER], [{"type": "function"}])
 
