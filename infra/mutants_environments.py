@@ -75,8 +75,8 @@ ENVIRONMENTS = (
         "hanging-environment-stays",
         "the process of an environment that hangs is not ended",
         "tasks/environments/host.py",
-        "                one.kill()\n",
-        "                pass\n",
+        "            one.kill()\n",
+        "            pass\n",
         ("tests/tasks/environments/test_hosting.py",),
     ),
     Mutant(
