@@ -47,7 +47,9 @@ def shown(value: object) -> str:
 
 
 def described(error: BaseException) -> str:
-    """An error, with the line of the user's file that raised it."""
+    """An error, with the line of the user's file that raised it. A group of one error is that error."""
+    if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        return described(error.exceptions[0])
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - the error's own __str__

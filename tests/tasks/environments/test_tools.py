@@ -86,7 +86,7 @@ def hosts(tmp_path_factory):
         yield plain, noted, log
 
 
-def conversation(folder, host, says, past=(), turns=4, retries=1):
+def conversation(folder, host, says, past=(), turns=4, retries=1, seconds=60.0):
     """A conversation with a policy that says what it is told to: what came of it, its events, and the policy."""
     codec, events = codec_of(folder), []
     policy = Policy(codec, says)
@@ -94,7 +94,7 @@ def conversation(folder, host, says, past=(), turns=4, retries=1):
     async def note(event):
         events.append(event)
 
-    limits = Limits(turns=turns, tokens=None, seconds=60.0, retries=retries, context=4096)
+    limits = Limits(turns=turns, tokens=None, seconds=seconds, retries=retries, context=4096)
     player = Player(host, policy, HOW, codec, Renderer(codec), limits, by_tags)
     return asyncio.run(player.play(Task(0, "a", 0, RECORD, [], 5, 6), past, note)), events, policy
 
