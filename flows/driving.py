@@ -140,6 +140,18 @@ def _check_settings(config: RunConfig, wanted: Wanted, settings: Mapping[str, Js
         raise InputError(f"{fact}: {why}. Do an earlier stage again, or fork the run")
 
 
+def make_head(root: Root, run: str, revision: int, reason: str, who: str, owner: str) -> int:
+    """Make a revision the head of a run that nothing drives, and write its report again; returns the head before.
+    Raises as `choose`, or LeaseHeld."""
+    from flows.views.reports import write_report  # draws curves
+
+    before = read_revisions(root, run).head
+    with hold(root, run, owner) as lease:
+        choose(root, WORKFLOW, run, revision, reason, who, lease, stored_config(root, run).rollout.ahead)
+        write_report(root, run)
+    return before
+
+
 def is_redoing(root: Root, name: str) -> bool:
     """True while a finished stage is to be done again and is not finished."""
     return unfinished(root, name, read_revisions(root, name)) is not None

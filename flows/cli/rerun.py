@@ -8,11 +8,10 @@ from pydantic import BaseModel
 from flows.cli.options import Common, RunId, place_in, several
 from flows.views.output import Output
 from storage.errors import InputError
-from storage.ownership.lease import hold
 from storage.revisions import Rerun, read_revisions
-from storage.upkeep.redoing import Wanted, choose
+from storage.upkeep.redoing import Wanted
 from tasks.config.environment import prepare_process
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.names import Stage
 
 
 class Chosen(BaseModel, frozen=True, extra="forbid"):
@@ -70,16 +69,9 @@ def choose_command(
     common: Common = Common(),
 ) -> int:
     """Make a revision the head of a run: what the run consists of, and goes on from. The others stay."""
-    from flows.driving import person
-    from flows.views.reports import write_report  # draws curves
-    from tasks.config.stored import stored_config
+    from flows.driving import make_head, person
 
-    store = common.of_run(run)
-    before = read_revisions(store, run).head
-    with hold(store, run, "ratchet choose") as lease:
-        ahead = stored_config(store, run).rollout.ahead
-        choose(store, WORKFLOW, run, revision, reason, person(), lease, ahead)
-        write_report(store, run)
+    before = make_head(common.of_run(run), run, revision, reason, person(), "ratchet choose")
     chosen = Chosen(run=run, before=before, head=revision)
     return common.show(chosen, [f"run {run}: revision {revision} is the head, before it was {before}"])
 

@@ -8,7 +8,6 @@ from cyclopts.validators import Number
 
 from flows.cli.options import Common, Settings, flag, several
 from flows.views.output import Output
-from storage.errors import InputError
 from storage.ids import check_run_name
 from tasks.config.environment import prepare_process
 from tasks.importing.rows import ImportOrder, mapped
@@ -84,8 +83,6 @@ def import_command(
     A sample has prompt_tokens, response_tokens and logprobs (lists), and may have reward, prompt_id, sample_id,
     finish_reason, weight_version, sampled, turns, seed, temperature and top_p.
     """
-    if not files:
-        raise InputError("name at least one .jsonl, .json or .parquet file to import")
     order = ImportOrder(files, run, mapped(map), temperature, logprobs=not without_logprobs)
     made = import_samples(common.store, order)
     return common.show(made, _of_import(made))

@@ -14,6 +14,7 @@ from prefect.states import Completed, Failed
 from pydantic import Field
 
 from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, fix, form, owner
+from flows.driving import make_head
 from flows.evaluating import evaluate_weights
 from flows.maintenance import Maintenance, Upkeep, maintain_root
 from flows.prefect_tasks import as_task
@@ -21,21 +22,18 @@ from flows.server.history import TAG, forget_flow_runs
 from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, compared_with, evaluation_rows
 from flows.views.output import size
-from flows.views.reports import write_report
 from storage import layout
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.ids import check_run_name
-from storage.ownership.lease import hold
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import require_run, runs
 from storage.upkeep.fork import Announce, fork
-from storage.upkeep.redoing import choose
 from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.section import COLDEST
-from tasks.config.stored import ConfigRecord, begun_by, forked_config, stored_config
+from tasks.config.stored import ConfigRecord, begun_by, forked_config
 from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights
 from tasks.export.target import ExportFolder
@@ -119,13 +117,9 @@ def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
     require_run(store, run)
     if not reason.strip():
         raise InputError("a reason is missing: say why; it is recorded with the choice")
-    before = read_revisions(store, run).head
-    if before == revision:
+    if read_revisions(store, run).head == revision:
         return Completed(message=f"run {run}: revision {revision} is the head already")
-    with hold(store, run, owner()) as lease:
-        ahead = stored_config(store, run).rollout.ahead
-        choose(store, WORKFLOW, run, revision, reason, f"flow run {flow_run.get_name()}", lease, ahead)
-        write_report(store, run)
+    before = make_head(store, run, revision, reason, f"flow run {flow_run.get_name()}", owner())
     return Completed(message=f"run {run}: revision {revision} is the head, before it was {before}")
 
 
@@ -233,8 +227,6 @@ def import_files(
     """
 
     def work() -> State[Any]:
-        if not files:
-            raise InputError("name at least one .jsonl, .json or .parquet file to import")
         order = ImportOrder(tuple(files), run, mapped(columns), temperature, logprobs=not without_logprobs)
         made = import_samples(open_root(root), order)
         return Completed(message=f"run {made.run}: {made.samples} samples of {made.groups} prompts")

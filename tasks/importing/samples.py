@@ -56,8 +56,9 @@ class ImportRecord(BaseModel, frozen=True, extra="forbid"):
 def import_samples(root: Root, order: ImportOrder) -> Imported:
     """Store the samples of some files as a new run; repeated after a crash, it completes that. Raises CommitConflict
     (it was begun with files of other content) or InputError (a file, column or value cannot be used)."""
-    check_run_name(order.run)
-    check_not_removed(root, order.run)
+    if not order.files:
+        raise InputError("name at least one .jsonl, .json or .parquet file to import")
+    check_not_removed(root, check_run_name(order.run))
     for name, column in order.columns.items():
         if name not in KINDS:
             raise InputError(f"--map {name}={column}: a sample has no {name}, only {', '.join(KINDS)}")
