@@ -57,7 +57,10 @@ class Side(BaseModel):
     steps: dict[str, float]
     """The same by what was done, each until the last rank had done it."""
     differences: int | None
-    """Values in manifests, tables and states that are not those of the undisturbed run."""
+    """Values in manifests, tables and states that are not those of the undisturbed run. An edit of the bench meanwhile
+    counts, because the reward's source is recorded."""
+    first_difference: str | None
+    """The first of these, in the order of work."""
 
 
 class FaultsBench(BaseModel):
@@ -123,6 +126,7 @@ def _measured(name: SideName, order: Faults, overrides: Sequence[str], folder: P
     stages, marks = read_stages(folder, order.iterations), noted(folder)
     begin = next(one.begin for one in stages if one.stage == Stage.ROLLOUT)
     seconds = max(one.end for one in stages if one.stage == Stage.WEIGHT_SYNC) - begin
+    differing = [] if whole is None else _differences(folder, order.iterations)
     recoveries = [steps_of(marks, kill.at) for kill in marks if kill.what == "killed"]
     steps = {step: median(one[step] for one in recoveries) for step in STEPS} if recoveries else {}
     return Side(
@@ -132,7 +136,8 @@ def _measured(name: SideName, order: Faults, overrides: Sequence[str], folder: P
         effective=1.0 if whole is None else whole.seconds / seconds,
         kill_to_gradient_s=median(sum(one.values()) for one in recoveries) if recoveries else None,
         steps=steps,
-        differences=None if whole is None else _differences(folder, order.iterations),
+        differences=None if whole is None else len(differing),
+        first_difference=differing[0] if differing else None,
     )
 
 
@@ -163,6 +168,6 @@ def steps_of(marks: Sequence[Mark], killed: float) -> dict[str, float]:
     return steps
 
 
-def _differences(folder: Path, iterations: int) -> int:
+def _differences(folder: Path, iterations: int) -> list[str]:
     ours, whole = (open_root(str(place / ROOT)) for place in (folder, folder.parent / "undisturbed"))
-    return len(Pair(whole, ours, RUN).compare(iterations, 0).differences)
+    return [str(one) for one in Pair(whole, ours, RUN).compare(iterations, 0).differences]
