@@ -174,8 +174,9 @@ def samples(
     texts: bool = True,
 ) -> "pa.Table":
     """The samples of a run with their scores, a row each, as an Arrow table; by default of all iterations that have
-    sampled, in the head revision. Without `texts` the columns of prompts and responses are null. Raises InputError if
-    there is no such run, or one of the iterations has no samples."""
+    sampled, in the head revision. The columns of prompts and responses are null without `texts`, and where the run
+    stores no prompts, as an imported one. Raises InputError if there is no such run, or one of the iterations has no
+    samples."""
     from flows.views.samples import scored_samples
 
     return scored_samples(_opened(root).url, run, iterations, revision=revision, texts=texts)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flows.views.samples import scored_samples
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import find, need
@@ -70,6 +71,8 @@ def test_rows_become_samples_of_a_run(root, tmp_path):
     assert all((one["weight_version"], one["sampled"]) == ([-1] * 3, [True] * 3) for one in found)
     rewards = read_stored_table(root, need(root, "ext", 1, Stage.REWARD)).to_pylist()
     assert [(one["reward"], one["status"]) for one in rewards] == [(0.5, "ok"), (None, "error"), (0.5, "ok")]
+    table = scored_samples(root.url, "ext", texts=True)
+    assert (table["reward"].to_pylist(), table["response"].null_count) == ([0.5, None, 0.5], 3)
     assert verify(root, "ext").findings == ()
 
 
