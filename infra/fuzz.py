@@ -1,6 +1,7 @@
 """Does random operations on a run, killed and not killed, and checks after each what must always hold.
 
     python -m infra.fuzz [--operations N] [--seed S] [--runs R] [--ahead K] [--most-prompts M]
+        [--max-staleness B]
 
 Each operation is done in two roots: in one undisturbed, in the other with kills at random points, with objects that
 age by days, with cleaning in between, and with records that are lost, copied, moved or damaged and then restored. The
@@ -11,6 +12,7 @@ the harm, and the other runs are listed and cleaned. The exit code is the number
 """
 
 import argparse
+import itertools
 import json
 import logging
 import random
@@ -18,19 +20,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 from flows.driving import rerun
 from infra.fuzz_harm import digests, draw, restore, state, unnoticed
 from storage import kill_points
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, PartMissing, RatchetError
+from storage.manifest import Part
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
-from storage.parts import read_table
+from storage.parts import read_parts
 from storage.revisions import read_revisions
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import compact_new
@@ -46,6 +50,7 @@ from tasks.importing.samples import import_samples
 from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import WORKFLOW, Stage
+from tasks.stages.views import IN_FLIGHT
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver
 from tests.small.here import context_here
@@ -108,6 +113,8 @@ class Side:
     """`rollout.ahead` of the run."""
     most: int = 0
     """`rollout.most_prompts` of the run, if it is not 0."""
+    bound: int = 0
+    """`rollout.max_staleness` of the run, with updates in flight, if it is not 0."""
     killed: int = 0
     left: int = _NEVER
 
@@ -169,7 +176,7 @@ class Side:
         keep = [f"storage.keep_newest={operation.keep}"] if operation.keep else []
         useful = ("rollout.prompts=3", f"rollout.most_prompts={self.most}", "train.policy.leave_out_equal_groups=true")
         more = [f"rollout.ahead={self.ahead}", f"storage.save_every={operation.save_every}", *keep]
-        given = [*more, *(useful if self.most else ())]
+        given = [*more, *(useful if self.most else ()), *(in_flight(self.bound) if self.bound else ())]
         return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", *given])
 
     def _drive(self, operation: Operation) -> None:
@@ -216,6 +223,7 @@ class Fuzz:
     folder: Path
     ahead: int = 0
     most: int = 0
+    bound: int = 0
     findings: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
 
@@ -223,7 +231,7 @@ class Fuzz:
         self.chance = random.Random(self.seed)
         kills = random.Random(self.seed + 1)
         self.calm, self.wild = (
-            Side(open_root(str(folder / "runs")), folder / "scratch", chance, self.ahead, self.most)
+            Side(open_root(str(folder / "runs")), folder / "scratch", chance, self.ahead, self.most, self.bound)
             for folder, chance in ((self.folder / "calm", None), (self.folder / "wild", kills))
         )
 
@@ -292,17 +300,39 @@ def _differing(one: Root, other: Root) -> list[tuple[str, tuple[int, str]]]:
     ][:4]
 
 
-def _drawn_wrongly(root: Root) -> Iterator[str]:
-    """Draws of prompts that the head skips or repeats."""
+def in_flight(bound: int) -> tuple[str, ...]:
+    """Settings with which responses of the small engine are older than that bound now and then."""
+    return (
+        'rollout.updates="in-flight"', "rollout.pause_tokens=2", "rollout.prompts=3", "rollout.open_prompts=9",
+        f"rollout.max_staleness={bound}",
+    )  # fmt: skip
+
+
+def draws(root: Root) -> list[tuple[int, int]]:
+    """Draws of the head as (position, again): those that a rollout has, or has left out as too old, in the order of
+    rollouts; and those that the newest one has left in flight."""
     newest = contents(root, RUN).newest
     head = sorted((one for one in newest if one.stage == Stage.ROLLOUT), key=lambda one: one.iteration)
-    places = [
-        place
-        for one in head
-        for place in dict.fromkeys(read_table(root, one, ROLLOUT, ["position"])["position"].to_pylist())
-    ]
-    if places != [*range(len(places))]:
-        yield f"the head draws {places}"
+    found: list[tuple[int, int]] = []
+    for one in head:
+        found += _places(root, [part for part in one.parts if part.rows is not None])
+        found += [(position, again) for position, again in cast(list[list[int]], one.facts.get("left_out", []))]
+    return found + _places(root, [part for part in head[-1].parts if part.name == IN_FLIGHT])
+
+
+def _places(root: Root, parts: Sequence[Part]) -> list[tuple[int, int]]:
+    table = read_parts(root, parts, ROLLOUT, ["position", "again"])
+    rows = zip(table["position"].to_pylist(), table["again"].to_pylist(), strict=True)
+    return [place for place, _ in itertools.groupby(rows)]
+
+
+def _drawn_wrongly(root: Root) -> Iterator[str]:
+    """Draws of prompts that the head skips or repeats."""
+    found = draws(root)
+    last = dict(sorted(found))  # how often each position was drawn again
+    wanted = [(position, again) for position in range(len(last)) for again in range(last.get(position, 0) + 1)]
+    if sorted(found) != wanted:
+        yield f"the head draws {found}"
 
 
 def _broken_chains(root: Root) -> Iterator[str]:
@@ -317,10 +347,10 @@ def _broken_chains(root: Root) -> Iterator[str]:
                 yield f"{one.key} in revision {number}"
 
 
-def fuzz(seed: int, operations: int, ahead: int = 0, most: int = 0) -> Fuzz:
+def fuzz(seed: int, operations: int, ahead: int = 0, most: int = 0, bound: int = 0) -> Fuzz:
     """Do operations in a temporary folder that is removed."""
     with tempfile.TemporaryDirectory(prefix="ratchet-fuzz-") as folder:
-        made = Fuzz(seed, Path(folder), ahead, most)
+        made = Fuzz(seed, Path(folder), ahead, most, bound)
         for side in (made.calm, made.wild):
             side.scratch.mkdir(parents=True)
         made.run(operations)
@@ -335,13 +365,19 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1, help="how many seeds")
     parser.add_argument("--ahead", type=int, default=0, help="rollout.ahead of the run")
     parser.add_argument("--most-prompts", type=int, default=0, help="rollout.most_prompts of the run; 0 for none")
+    parser.add_argument(
+        "--max-staleness",
+        type=int,
+        default=0,
+        help="rollout.max_staleness of the run, with updates in flight; 0: between",
+    )
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logger.setLevel(logging.INFO)
     found = 0
     for seed in range(given.seed, given.seed + given.runs):
         clock = time.process_time()
-        made = fuzz(seed, given.operations, given.ahead, given.most_prompts)
+        made = fuzz(seed, given.operations, given.ahead, given.most_prompts, given.max_staleness)
         found += len(made.findings)
         logger.info(
             "seed %d: %d operations, %d kills, %d findings, %.0f s of processor time; %s",

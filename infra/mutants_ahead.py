@@ -5,7 +5,8 @@ from infra.mutants_known import Mutant
 _KILLS = ("tests/faults/test_ahead.py",)
 _MATRIX = ("tests/faults/test_matrix.py",)
 _LOOP = ("tests/flows/test_ahead.py",)
-_CHECKS = ("tests/tasks/test_checks.py",)
+_CHECKS = ("tests/tasks/test_checks.py", "tests/tasks/test_check_updates.py")
+_IN_FLIGHT = ("tests/tasks/stages/test_in_flight.py",)
 _REFILL = ("tests/tasks/stages/test_draws.py",)
 
 AHEAD = (
@@ -176,5 +177,77 @@ AHEAD = (
         "        if sampled and (sampled, workflow.samples) not in done:\n",
         "        if False:\n",
         _LOOP,
+    ),
+    Mutant(
+        "responses-in-flight-begin-anew",
+        "a response that the rollout before has left is sampled from its first token",
+        "tasks/stages/in_flight.py",
+        "growth.begun(place, [one.begun for _, _, one in piece.rows])",
+        "growth.begun(place, [NOTHING for _, _, one in piece.rows])",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "responses-in-flight-are-forgotten",
+        "prompts whose responses are open at the end of a rollout are never trained on",
+        "tasks/stages/in_flight.py",
+        "        return _groups(self._stored) if IN_FLIGHT in self.before.manifest.part_names else []\n",
+        "        return []\n",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "all-tokens-of-the-newest-weights",
+        "a response that goes on is recorded as sampled by the weights that end it",
+        "tasks/stages/in_flight.py",
+        "np.concatenate([before.versions, more])",
+        "np.full(len(whole.tokens), self.served.weight_version, np.int32)",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "staleness-without-bound",
+        "a group is trained on however old its oldest token is",
+        "tasks/stages/in_flight.py",
+        "bound is None or group.staleness(self.work.iteration) <= bound",
+        "True",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "left-out-groups-are-not-drawn-again",
+        "a prompt whose responses are too old is skipped",
+        "tasks/stages/in_flight.py",
+        "(*(one for one in go_on if not one.complete), *again, *new)",
+        "(*(one for one in go_on if not one.complete), *new)",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "drawn-again-with-the-same-seeds",
+        "a prompt whose responses were too old gets the same random numbers again",
+        "tasks/stages/samples.py",
+        ' + (f"+{redrawn}" if redrawn else "")',
+        "",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "updates-between-skip-what-is-in-flight",
+        "a fork with updates between skips the prompts that its parent had in flight",
+        "tasks/stages/in_flight.py",
+        "    if IN_FLIGHT in before.manifest.part_names:\n",
+        "    if False:\n",
+        _IN_FLIGHT,
+    ),
+    Mutant(
+        "bound-that-leaves-nothing",
+        "a run begins whose samples are all too old",
+        "tasks/checks.py",
+        "    if bound is not None and bound < section.ahead:\n",
+        "    if False:\n",
+        _CHECKS,
+    ),
+    Mutant(
+        "updates-in-flight-in-turns",
+        "updates in flight are asked for where none comes beside a rollout",
+        "tasks/checks.py",
+        'raise it": not section.ahead,',
+        'raise it": False,',
+        _CHECKS,
     ),
 )

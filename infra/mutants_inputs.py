@@ -218,7 +218,7 @@ INPUTS = (
     Mutant(
         "unmarked-reads",
         "a stage reads a setting that decides results and is not marked for it",
-        "tasks/config/run.py",
+        "tasks/config/rollout.py",
         '    temperature: Annotated[float, decides("rollout", "train")] = ',
         '    temperature: Annotated[float, decides("train")] = ',
         ("tests/tasks/config/test_keys.py",),

@@ -72,7 +72,7 @@ RESPONSES = (
         "stored-tokens-are-sampled-again",
         "a process that takes over does not go on from the stored beginnings",
         "tasks/stages/rollout.py",
-        "(growth.begun(place, len(rows)), growth.pieces[place])",
+        "(growth.begun(place, [NOTHING] * len(rows)), growth.pieces[place])",
         "((), growth.pieces[place])",
         _MATRIX,
     ),

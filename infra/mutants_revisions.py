@@ -116,7 +116,7 @@ REVISIONS = (
     Mutant(
         "same-samples-again",
         "a rollout that is to be sampled with other seeds has the same ones",
-        "tasks/stages/rollout.py",
+        "tasks/stages/samples.py",
         "return number if rerun is not None and rerun.new_seeds and",
         "return 0 if rerun is not None and rerun.new_seeds and",
         _LOOP,

@@ -57,7 +57,7 @@ SAMPLING = (
     Mutant(
         "stop-texts-unknown-to-rollouts",
         "a rollout samples without the stop texts of the configuration",
-        "tasks/stages/rollout.py",
+        "tasks/stages/samples.py",
         "        stop=section.stop,\n",
         "",
         ("tests/flows/test_iteration.py",),
@@ -65,7 +65,7 @@ SAMPLING = (
     Mutant(
         "top-k-unknown-to-rollouts",
         "a rollout samples from all tokens, whatever the configuration says",
-        "tasks/stages/rollout.py",
+        "tasks/stages/samples.py",
         "        top_k=section.top_k,\n",
         "",
         ("tests/flows/test_iteration.py",),

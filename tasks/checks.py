@@ -209,6 +209,7 @@ def _check_algorithm(config: RunConfig) -> None:
 
 def _check_ahead(config: RunConfig) -> None:
     """Refuse rollouts beside a training where one of both has no use for that, or no room."""
+    _check_updates(config)
     if not config.rollout.ahead:
         return
     policy, given = config.train.policy, f"rollout.ahead = {config.rollout.ahead}"
@@ -230,6 +231,32 @@ def _check_ahead(config: RunConfig) -> None:
             f'other: leave {turns} out, with cards of their own for the engines (engine.cards = "own") if there is no '
             "room for both, or set rollout.ahead to 0"
         )
+
+
+def _check_updates(config: RunConfig) -> None:
+    """Refuse updates in flight where nothing can go on, and a bound of staleness that nothing keeps."""
+    section, bound = config.rollout, config.rollout.max_staleness
+    if bound is not None and bound < section.ahead:
+        raise InputError(
+            f"rollout.max_staleness = {bound} leaves out every sample: with rollout.ahead = {section.ahead} the first "
+            f"token of each is {section.ahead} updates old. Raise it, or lower rollout.ahead"
+        )
+    if section.updates == "between":
+        return
+    alone = 'rollout.updates = "in-flight"'
+    refused = {
+        "rollout.ahead = 0, under which weights never change beside a rollout: raise it": not section.ahead,
+        f"rollout.max_staleness = {bound}, by which no response may go on: raise it": bound == section.ahead,
+        "[environment]: turns of a conversation are not continued under other weights": config.environment is not None,
+        "engine.function: an engine of your own does not go on with a response": config.engine.function is not None,
+        "rollout.most_prompts: the number of groups of a rollout is fixed": section.most_prompts is not None,
+        f"rollout.pause_tokens = {section.pause_tokens}, as no response is longer than rollout.max_tokens = "
+        f"{section.max_tokens}: lower it": section.pause_tokens >= section.max_tokens,
+        f"rollout.open_prompts = {section.open_prompts}, which leaves none open: raise it above rollout.prompts = "
+        f"{section.prompts}": section.in_flight <= section.prompts,
+    }
+    if found := next((why for why, holds in refused.items() if holds), None):
+        raise InputError(f'{alone} does not work with {found}, or set rollout.updates to "between"')
 
 
 def _check_room(config: RunConfig, device: Device, parameters: Callable[[], tuple[int, ...]]) -> None:

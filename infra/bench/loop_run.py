@@ -22,7 +22,7 @@ from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.held_state import trainers
 from tasks.stages.names import Stage
-from tasks.stages.rollout import sampling
+from tasks.stages.samples import sampling
 from tasks.stages.served_weights import ensure_served, rest
 from tasks.stages.stage import Work
 from tasks.stages.views import Prepared, Served

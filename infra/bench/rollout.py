@@ -23,7 +23,8 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, WorkerLost
 from tasks.config.document import parse_config
 from tasks.config.environment import Settings, child_python_path, engine_environment
-from tasks.config.run import IncrementsSection, RunConfig
+from tasks.config.rollout import IncrementsSection
+from tasks.config.run import RunConfig
 from tasks.data.generated import generate_model
 from tasks.engine.protocol import EngineSpec, Every, Sampling
 from tasks.engine.vllm import Runner

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, create_model, model_validator
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
@@ -14,7 +14,8 @@ from tasks.config.playing import EnvironmentSection
 from tasks.config.report import ReportSection
 from tasks.config.retrain import RetrainSection
 from tasks.config.reward import RewardSection
-from tasks.config.section import COLDEST, Section, unusable_numbers
+from tasks.config.rollout import RolloutSection
+from tasks.config.section import Section, unusable_numbers
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig
 from trainer_core.effects import Unused, without_effect
 from trainer_core.marks import FUNCTION, RUNTIME, decides
@@ -36,9 +37,6 @@ class RunSection(Section):
     """Seconds for which each operation of the store is retried while the store does not answer."""
 
 
-_STOP_BYTES = 256  # of all stop texts: each is a state of an automaton, with an entry for each token
-
-
 class WarmupSection(Section):
     """Supervised steps before the first iteration, by the same trainer."""
 
@@ -48,61 +46,6 @@ class WarmupSection(Section):
     """Examples per step."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
     """Its own optimizer and schedule; RL starts with a fresh one."""
-
-
-class IncrementsSection(Section):
-    """Responses in progress that are stored before they end, so that a run that is killed goes on with them."""
-
-    tokens: int = Field(default=256, ge=1)
-    """A response is stored again when it has grown by so many tokens."""
-    seconds: float = Field(default=10.0, gt=0)
-    """And after this time, if it has grown."""
-
-
-class RolloutSection(Section):
-    """Samples of one iteration."""
-
-    prompts: int = Field(default=32, ge=1)
-    """Prompt groups per iteration."""
-    most_prompts: int | None = Field(default=None, ge=1)
-    """Dynamic sampling (DAPO): further prompts are drawn until `prompts` groups have a spread of rewards, at most so
-    many in all. By default no further ones."""
-    samples: int = Field(default=8, ge=1)
-    """Samples of each prompt: the group of GRPO."""
-    temperature: Annotated[float, decides("rollout", "train")] = Field(default=1.0, ge=COLDEST)
-    """Sampling temperature; the trainer divides its logits by it too. vLLM would raise what is lower."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass."""
-    top_k: int = Field(default=0, ge=0)
-    """Likeliest tokens that can be drawn; 0 for all."""
-    min_p: float = Field(default=0.0, ge=0, lt=1)
-    """Least probability of a token that can be drawn, as a share of the likeliest one's."""
-    max_tokens: Annotated[int, decides("rollout", "evaluate")] = Field(default=16, ge=1)
-    """Limit on response tokens."""
-    stop_tokens: Annotated[tuple[int | str, ...] | None, decides("prepare", "rollout", "evaluate")] = None
-    """Tokens that end a response, as texts or ids; by default all that config.json, generation_config.json and the
-    tokenizer name."""
-    stop: Annotated[tuple[str, ...], decides("rollout", "evaluate")] = ()
-    """Texts that end a response, wherever they lie in its tokens: `["</answer>"]`. The token that completes one is the
-    last of the response, with all of its text."""
-    special_tokens: Annotated[Literal["shown", "hidden"], decides("prepare", "rollout", "evaluate")] = "shown"
-    """Special tokens in the texts of responses that rewards and people see, beside stop, padding and BOS tokens, which
-    these never have."""
-    groups_per_part: Annotated[int, RUNTIME] = Field(default=64, ge=1)
-    """Prompt groups in one stored part."""
-    increments: Annotated[IncrementsSection, RUNTIME] = IncrementsSection()
-    ahead: int = Field(default=0, ge=0)
-    """Iterations whose rollouts may be sampled beside the training of one: each rollout is sampled with weights that
-    are so many updates older. With 0 rollout and training take turns."""
-
-    @field_validator("stop")
-    @classmethod
-    def _can_end(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in texts:
-            raise ValueError("an empty text would end every response at once: leave it out")
-        if (size := sum(len(text.encode()) for text in texts)) > _STOP_BYTES:
-            raise ValueError(f"the texts have {size} bytes, and at most {_STOP_BYTES} are looked for: shorten them")
-        return texts
 
 
 EngineCards = Literal["shared", "own"]
@@ -333,6 +276,12 @@ def _drawn_at_once(config: RunConfig) -> str | None:
     return f"rollout.prompts = {section.prompts}, which are no fewer" if fewer else None
 
 
+def _not_older(config: RunConfig) -> str | None:
+    section = config.rollout
+    bounded = section.max_staleness is None or section.updates == "in-flight" or section.max_staleness < section.ahead
+    return None if bounded else f"rollout.ahead = {section.ahead}, by which all samples are older"
+
+
 def _split(config: RunConfig) -> str | None:
     given = config.engine.own_process is False and config.engine.tensor > 1
     return f"engine.tensor = {config.engine.tensor}, whose processes are always their own" if given else None
@@ -367,6 +316,11 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     Unused("train.policy.loss.pairs", _with_samples(2)),
     Unused("train.policy.most_groups", _all_groups),
     Unused("rollout.most_prompts", _drawn_at_once),
+    *(
+        Unused(f"rollout.{name}", _because('rollout.updates = "between"', lambda c: c.rollout.updates == "between"))
+        for name in ("pause_tokens", "open_prompts")
+    ),
+    Unused("rollout.max_staleness", _not_older),
     *(
         Unused(f"reward.{name}", _because(_PLAYED, lambda c: c.environment is not None))
         for name in ("function", "functions", "arguments", "weights", "batch", "deadline_s", "processes")

@@ -164,7 +164,7 @@ class Every(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The beginning of a response, sampled earlier by the same weights."""
+    """The beginning of a response, sampled earlier: by the same weights, or by older ones (`rollout.updates`)."""
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]  # of each of them, nat

@@ -17,7 +17,7 @@ from tasks.rewards.scoring import Scores, score_responses
 from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.rollout import HELD_OUT_WORLD, sample_seed
+from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
 from tasks.stages.scored import accepted, metrics, responses_of, scored_by, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage

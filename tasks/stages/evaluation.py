@@ -36,7 +36,7 @@ from tasks.stages.context import Portion, RunContext
 from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
-from tasks.stages.rollout import HELD_OUT_WORLD, sample_seed
+from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
 from tasks.stages.scored import responses_of, scored_by, unchanged, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import Attempt, StageOutput

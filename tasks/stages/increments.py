@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from storage.backends.root import Root
 from storage.unfinished import Grown, IncrementRecord, find_increments, keep_increment
-from tasks.engine.protocol import NOTHING, Begun, Increment
+from tasks.engine.protocol import Begun, Increment
 from tasks.workers.engines import EngineHandle
 
 
@@ -17,9 +17,9 @@ class Growth:
         self._stored = [find_increments(root, piece) for piece in pieces]
         self._next = [len(records) for records in self._stored]
 
-    def begun(self, place: int, rows: int) -> list[Begun]:
-        """The beginnings of the responses of a piece with so many samples."""
-        begun = [NOTHING] * rows
+    def begun(self, place: int, before: Sequence[Begun]) -> list[Begun]:
+        """The beginnings of the responses of a piece, which were there `before` it."""
+        begun = list(before)
         for record in self._stored[place]:
             for one in record.grown():
                 if one.first == len(begun[one.row].tokens):  # else another process was ahead of its writer

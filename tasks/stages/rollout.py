@@ -4,7 +4,6 @@ Prompt groups become durable piece by piece, so a crash costs only the piece in 
 derived from its place in the run, so that a piece generated again requests the same samples.
 """
 
-import hashlib
 import json
 import threading
 import time
@@ -21,36 +20,39 @@ from storage.errors import StageFailed
 from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
-from storage.turns import finish_reasons, of_each_token, one_turn, sampled_lengths
+from storage.turns import of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
-from tasks.engine.protocol import Every, Sampling, token_rows
+from tasks.engine.protocol import NOTHING, Every, Sampling, token_rows
 from tasks.environments.conversation import Played, Task
 from tasks.environments.scores import Kept
 from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play, tasks_of
 from tasks.stages.draws import Groups, Refill, drawn
+from tasks.stages.in_flight import Flight, check_none_open
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory, text_codec
+from tasks.stages.samples import WORLD, reseeded, rollout_metrics, sample_seed, sample_table, sampling
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 
-WORLD, HELD_OUT_WORLD = -1, -2
-"""Numbers of the samples that stand for the environment, which is the same for all samples of a prompt: of training,
-and of evaluations."""
 _SAMPLED = ["response_tokens", "logprobs", "turns"]
 
 
 @stage(Stage.ROLLOUT, ("prepare", "weights", "drawn"), Rollouts)
 def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | Rollouts) -> StageOutput:
     """Sample `rollout.samples` responses to each of the `rollout.prompts` prompts that follow those of the rollout
-    `before`, or the first ones, with the served weights; with `rollout.most_prompts` also to further prompts."""
+    `before`, or the first ones, with the served weights; with `rollout.most_prompts` also to further prompts. With
+    `rollout.updates = "in-flight"` the responses that the rollout before has left open go on."""
     engines = ensure_served(work.context, prepared, served)
     work.context.sampling()
+    if work.config.rollout.updates == "in-flight":
+        return Flight(work, prepared, served, before, sampling(work, prepared)).fly(engines)
+    check_none_open(before)
     sampler = _Sampler(work, prepared, served, before.cursor, sampling(work, prepared))
     refill, tally = Refill(work, prepared, sampler.decides), _Tally(work)
     pieces, seconds = list[Piece](), 0.0
@@ -83,40 +85,6 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
         },
         metrics={**rollout_metrics(samples, seconds if kept is None else None), **repeated, **stale, **refill.metrics},
     )
-
-
-def sampling(work: Work, prepared: Prepared) -> Sampling:
-    """Sampling parameters of the run."""
-    section = work.config.rollout
-    stop = text_codec(work.context, prepared).stop_tokens
-    return Sampling(
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p,
-        max_tokens=section.max_tokens,
-        stop_token_ids=stop,
-        stop=section.stop,
-    )
-
-
-def sample_seed(run_seed: int, position: int, sample: int, again: int = 0) -> int:
-    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start.
-
-    Args:
-        again: the revision, if the rollout is done again with other seeds.
-    """
-    place = f"{run_seed}/{position}/{sample}" + (f"/{again}" if again else "")
-    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 2
-
-
-def _reseeded(work: Work) -> int:
-    """The revision whose rerun asked for other seeds of this rollout; 0 if none did."""
-    number = work.writer.revision
-    rerun = work.context.revisions.rerun(number) if number else None
-    here = (work.iteration, Stage.ROLLOUT)
-    return number if rerun is not None and rerun.new_seeds and (rerun.iteration, rerun.stage) == here else 0
 
 
 @dataclass(frozen=True)
@@ -254,7 +222,7 @@ class _Sampler:
         batches: list[Batch] = []
         for place, one in enumerate(groups):
             rows = token_rows(self._repeated(one)["prompt_tokens"])
-            begun, name = (growth.begun(place, len(rows)), growth.pieces[place]) if growth else ((), "")
+            begun, name = (growth.begun(place, [NOTHING] * len(rows)), growth.pieces[place]) if growth else ((), "")
             batches.append(Batch(rows, self._seeds(one), begun, name))
         ahead, every = 2 * self.work.config.engine.max_num_seqs, self.work.config.rollout.increments
         growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
@@ -274,7 +242,7 @@ class _Sampler:
         play(work.root, engines, version, work.config, codec, self.how, model, tasks, ready, go_on)
 
     def _tasks(self, groups: Groups) -> list[Task]:
-        seed, again, samples = self.work.config.run.seed, _reseeded(self.work), self.work.config.rollout.samples
+        seed, again, samples = self.work.config.run.seed, reseeded(self.work), self.work.config.rollout.samples
         worlds = [sample_seed(seed, place, WORLD, again) for place in groups.positions for _ in range(samples)]
         return tasks_of(self._repeated(groups), groups.sample_ids(samples).tolist(), self._seeds(groups), worlds)
 
@@ -283,7 +251,7 @@ class _Sampler:
         return groups.prompts.take(np.repeat(np.arange(groups.prompts.num_rows), self.work.config.rollout.samples))
 
     def _seeds(self, groups: Groups) -> list[int]:
-        config, again = self.work.config, _reseeded(self.work)
+        config, again = self.work.config, reseeded(self.work)
         samples = range(config.rollout.samples)
         return [sample_seed(config.run.seed, place, one, again) for place in groups.positions for one in samples]
 
@@ -307,22 +275,8 @@ class _Sampler:
             "seed": pa.array(seeds, pa.int64()),
             "position": pa.array(np.repeat(groups.positions, self.work.config.rollout.samples)),
             **sampled,
-            **self._constants(len(seeds)),
         }
-        return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
-
-    def _constants(self, rows: int) -> dict[str, pa.Array]:
-        values = {
-            "run": self.work.writer.run,
-            "iteration": self.work.iteration,
-            "again": 0,
-            "top_k": self.how.top_k,
-            "min_p": self.how.min_p,
-            "temperature": self.how.temperature,
-            "top_p": self.how.top_p,
-            "max_tokens": self.how.max_tokens,
-        }
-        return {name: pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows) for name, value in values.items()}
+        return sample_table(self.work, self.how, columns)
 
 
 def _check_rows(samples: pa.Table, groups: list[Groups], count: int) -> None:
@@ -340,20 +294,3 @@ def _check_rows(samples: pa.Table, groups: list[Groups], count: int) -> None:
             f"the pieces of this rollout hold {samples.num_rows} samples that are not the {len(expected)} "
             "requested; nothing was committed. Check the pieces with `ratchet verify`, and report this as a bug"
         )
-
-
-def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
-    return chunked.cast(kind)
-
-
-def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
-    """Metrics of a rollout table; `seconds` is None if not all of it was sampled in that time."""
-    lengths = sampled_lengths(table["sampled"])
-    truncated = (finish_reasons(table["turns"]).to_numpy(zero_copy_only=False) == "length").mean()
-    return {
-        "tokens": float(lengths.sum()),
-        **({} if seconds is None else {"tokens_per_second": float(lengths.sum()) / seconds}),
-        "response_length": float(lengths.mean()),
-        "truncated": float(truncated),
-    }

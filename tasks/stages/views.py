@@ -12,6 +12,7 @@ from trainer_core.state.facts import STATE_SCHEME, StateIdentity
 ENVIRONMENT = "environment_source"  # name of the fact with the environment of a rollout, and the digest of its source
 SCORES = "scores.json"  # name of the part with the rewards that environments gave
 PLAYED = "played.json"  # name of the part with times and failures of conversations
+IN_FLIGHT = "in-flight.arrow"  # name of the part with the responses that a rollout leaves to the next one
 IDENTITY = "state"  # name of the fact that identifies a train state by what it holds
 
 

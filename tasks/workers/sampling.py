@@ -33,6 +33,7 @@ class Batch:
     seeds: Sequence[int]
     begun: Sequence[Begun] = ()
     name: str = ""  # as `EngineProtocol.enqueue`
+    max_tokens: int | None = None  # limit on response tokens, if it is not that of the others
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,9 @@ class _Shared:
     def _enqueue(self, number: int, engine: EngineHandle) -> None:
         batch, every = self._batches[number], None if self._growing is None else self._growing.every
         begun = self._begun[number] if any(len(one.tokens) for one in self._begun[number]) else ()
-        engine.enqueue(number, batch.prompts, batch.seeds, self._how, begun, every, batch.name)
+        limit = {} if batch.max_tokens is None else {"max_tokens": batch.max_tokens}
+        how = self._how.model_copy(update=limit)
+        engine.enqueue(number, batch.prompts, batch.seeds, how, begun, every, batch.name)
 
     def stop(self) -> None:
         """Let every thread end once the call that it waits for has returned."""

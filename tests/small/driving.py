@@ -1,6 +1,7 @@
 """Driving a run in this process over small workers: the real loop, from the end of the manifests."""
 
 import io
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from flows.views.progress import Progress
 from storage import kill_points, layout
 from storage.backends.root import Root
 from storage.kill_points import Point
-from storage.ownership.lease import Lease
+from storage.ownership.lease import Lease, unlock
+from storage.ownership.process import this_process
 from storage.write_behind import WriteBehind
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
@@ -95,3 +97,32 @@ def killing(stage: Stage, iteration: int, point: Point, after: int = 0):
                 raise Killed
 
     return at
+
+
+def reach(
+    root: Root,
+    config: RunConfig,
+    folder: Path,
+    chance: random.Random,
+    workers: Callable[[RunConfig], WorkersHere] = WorkersHere,
+    most: int = 60,
+) -> int:
+    """Drive a run that is killed at random points, each after at most so many others, until it is complete; returns how
+    often it was killed."""
+    for killed in range(1000):
+        left = chance.randint(1, most)
+
+        def passed(*_: object) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Killed
+
+        try:
+            with kill_points.observed(passed):
+                driver(root, config, folder / f"{killed}", workers=workers(config)).drive()
+        except Killed:
+            unlock(root, RUN, this_process("tests"), force=True)
+        else:
+            return killed
+    raise AssertionError("the run was never complete")

@@ -24,10 +24,13 @@ def grown(number, whole, there, tokens, version):
 
 
 def going_on(whole, begun):
-    """Responses that are what was begun, and behind it what is sampled now."""
+    """Responses that are what was begun, and behind it what is sampled now: at least a last token."""
     if not begun:
         return whole
     pairs = zip(begun, responses_of(whole), strict=True)
-    made = [one.grown(Begun(*(values[len(one.tokens) :] for values in response))) for one, response in pairs]
+    made = [
+        one.grown(Begun(*(values[min(len(one.tokens), len(values) - 1) :] for values in response)))
+        for one, response in pairs
+    ]
     columns = [pa.array([one[at] for one in made], COMPLETIONS.types[at]) for at in (0, 1)]
     return pa.RecordBatch.from_arrays([*columns, whole["finish_reason"]], schema=COMPLETIONS)

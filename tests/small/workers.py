@@ -38,6 +38,7 @@ SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
 LAYERS = tuple(f"model.layers.{layer}.weight" for layer in range(4))
 LAYER = SIZE // len(LAYERS)  # float32 in each, in the order of the weights
+LONGEST = 6  # tokens of a response whose limit is shorter, if that did not cut it off
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
 
 
@@ -349,9 +350,7 @@ class SmallEngine(EngineProtocol):
         self._check_usable()
         responses = [self._response(prompt, seed, sampling) for prompt, seed in zip(prompts, seeds, strict=True)]
         columns = [
-            pa.array([tokens for tokens, _ in responses], pa.list_(pa.int32())),
-            pa.array([logprobs for _, logprobs in responses], pa.list_(pa.float32())),
-            pa.array(["stop"] * len(responses)),
+            pa.array(column, kind) for column, kind in zip(zip(*responses, strict=True), COMPLETIONS.types, strict=True)
         ]
         return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
 
@@ -392,7 +391,10 @@ class SmallEngine(EngineProtocol):
         assert self._digest is not None, "an engine without weights was asked to sample"
         place = value_digest([np.asarray(prompt).tolist(), seed if sampling.temperature else 0])
         random = np.random.default_rng([int(self._digest, 16), int(place, 16)])
-        digits = random.integers(3, 3 + (sampling.top_k or 10), random.integers(0, sampling.max_tokens)).tolist()
+        digits = random.integers(
+            3, 3 + (sampling.top_k or 10), random.integers(0, max(sampling.max_tokens, LONGEST))
+        ).tolist()
         tokens = [*(digits[:1] * len(digits) if sampling.min_p else digits), sampling.stop_token_ids[0]]
-        end = complete_after(tokens, sampling.stop, _BYTES)
-        return tokens[:end], (-random.random(len(tokens), np.float32)).tolist()[:end]
+        end = complete_after(tokens, sampling.stop, _BYTES) or len(tokens)
+        logprobs, most = (-random.random(len(tokens), np.float32)).tolist(), min(end, sampling.max_tokens)
+        return tokens[:most], logprobs[:most], "stop" if most == end else "length"

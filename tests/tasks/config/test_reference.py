@@ -38,6 +38,7 @@ def test_it_has_every_key_and_says_which_may_change():
         "retrain": {"start": "run@1", "select": ["run"]},
         "environment": {"function": "mine:Game"},
         "engine": {"function": "mine:Engine", "source": "digest"},
+        "rollout": {"updates": "in-flight", "pause_tokens": 4, "open_prompts": 40, "max_staleness": 2},
     }
     adapters = {"lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}}
     critic = {"critic": {"learning_rate": 1e-3}, "policy": {"advantage": {"type": "gae"}}}

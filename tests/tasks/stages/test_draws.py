@@ -5,13 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from storage import kill_points, layout
+from storage import layout
 from storage.backends.root import open_root
 from storage.errors import StageFailed
 from storage.kill_points import Point
 from storage.manifest import need
-from storage.ownership.lease import unlock
-from storage.ownership.process import this_process
 from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
 from storage.upkeep.verify import verify
@@ -19,7 +17,7 @@ from tasks.rewards.scoring import useful_groups
 from tasks.stages.draws import further
 from tasks.stages.names import Stage
 from tests.small.config import SAMPLES, small_config
-from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.driving import RUN, Killed, driver, killing, reach
 
 ITERATIONS, MOST = 3, 16
 GROUPS = 3  # useful ones, of which each draw is to give as many as lack
@@ -114,27 +112,6 @@ def test_the_limit_ends_the_draws(scored_by, tmp_path):
     driver(root, scored_by(NEVER), tmp_path / "scratch").drive()
     (one,) = rollouts(root, 1)
     assert (one.facts["cursor"], one.metrics["useful_groups"]) == (MOST, 0)
-
-
-def reach(root, config, folder, chance):
-    """Drive a run that is killed at random points until it is complete; returns how often it was killed."""
-    for killed in range(1000):
-        left = chance.randint(1, 60)
-
-        def passed(*_):
-            nonlocal left
-            left -= 1
-            if not left:
-                raise Killed
-
-        try:
-            with kill_points.observed(passed):
-                driver(root, config, folder / f"{killed}").drive()
-        except Killed:
-            unlock(root, RUN, this_process("tests"), force=True)
-        else:
-            return killed
-    raise AssertionError("the run was never complete")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from storage.manifest import need
 from storage.parts import read_table
 from storage.schema import ROLLOUT
 from storage.unfinished import Grown, IncrementRecord, keep_increment
-from tasks.engine.protocol import Begun, Increment
+from tasks.engine.protocol import NOTHING, Begun, Increment
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
 from tests.small.config import PROMPTS, SAMPLES, small_config
@@ -44,15 +44,15 @@ def texts(begun):
 def test_what_is_kept_is_where_the_next_process_goes_on(tmp_path):
     root, a, b = open_root(str(tmp_path)), key("a"), key("b")
     first = Growth(root, [a, b])
-    assert texts(first.begun(0, 2)) == [([], []), ([], [])]
+    assert texts(first.begun(0, [NOTHING] * 2)) == [([], []), ([], [])]
     first.keep(0, [increment(0, 0, 5, 6), increment(1, 0, 7)])
     first.keep(1, [increment(0, 0, 9)])
     second = Growth(root, [b, a])
-    assert texts(second.begun(1, 2)) == [([5, 6], [-5, -6]), ([7], [-7])]
+    assert texts(second.begun(1, [NOTHING] * 2)) == [([5, 6], [-5, -6]), ([7], [-7])]
     second.keep(1, [increment(1, 1, 8)])
     third = Growth(root, [a, b])
-    assert texts(third.begun(0, 2)) == [([5, 6], [-5, -6]), ([7, 8], [-7, -8])]
-    assert texts(third.begun(1, 1)) == [([9], [-9])]
+    assert texts(third.begun(0, [NOTHING] * 2)) == [([5, 6], [-5, -6]), ([7, 8], [-7, -8])]
+    assert texts(third.begun(1, [NOTHING])) == [([9], [-9])]
 
 
 def test_tokens_that_two_processes_have_stored_count_once(tmp_path):
@@ -60,7 +60,7 @@ def test_tokens_that_two_processes_have_stored_count_once(tmp_path):
     for number, (first, token) in enumerate([(0, 5), (0, 6), (1, 7), (1, 8), (3, 9)]):
         grown = Grown(0, first, np.array([token], np.int32), np.zeros(1, np.float32))
         keep_increment(root, key("a"), number, IncrementRecord.of([grown], 3))
-    assert [tokens for tokens, _ in texts(Growth(root, [key("a")]).begun(0, 1))] == [[5, 7]]
+    assert [tokens for tokens, _ in texts(Growth(root, [key("a")]).begun(0, [NOTHING]))] == [[5, 7]]
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -88,7 +88,7 @@ def test_a_driver_that_takes_over_a_live_engine_goes_on_from_all_that_it_has_sam
         driver(root, config, tmp_path, workers=workers, at=killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE)).drive()
     (engine,) = workers.engines(tmp_path)[0]._group.members
     piece = engine._queued[0][-1]
-    told = sum(len(one.tokens) for one in Growth(root, [piece]).begun(0, PROMPTS * SAMPLES))
+    told = sum(len(one.tokens) for one in Growth(root, [piece]).begun(0, [NOTHING] * PROMPTS * SAMPLES))
     if between == "update":
         engine._left = engine.drop()  # as an update does
     driver(root, config, tmp_path, workers=workers).drive()

@@ -12,7 +12,7 @@ from storage.manifest import find
 from storage.turns import one_turn
 from storage.unfinished import PieceRecord
 from tasks.stages.names import Stage
-from tasks.stages.rollout import rollout_metrics, sample_seed
+from tasks.stages.samples import rollout_metrics, sample_seed
 from tests.small.config import small_config
 from tests.small.driving import Killed, driver, killing
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import Sampling, weights_digest
+from tasks.engine.protocol import Begun, Sampling, weights_digest
 from tests.tasks.engine.vllm.test_engine import PLAIN, PROMPTS, SEEDS, assert_agrees, responses
 from tests.tasks.engine_process import log_softmax
 from tests.tasks.engine_update import deliver, plan_of, refused, serve, tensors_of_model
@@ -65,6 +65,21 @@ def test_requests_under_way_go_on_under_the_new_weights(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
     kept = assert_goes_on(served, tmp_path)
     assert all(3 <= same < 40 for same in kept)
+
+
+def test_a_response_that_was_begun_under_older_weights_goes_on_under_the_new_ones(served, tmp_path):
+    serve(served, tmp_path / "before", "old", 4)
+    first = Sampling(max_tokens=12)
+    began = served.engine.generate(PROMPTS[:6], SEEDS[:6], first)
+    begun = [Begun(*map(np.array, one)) for one in responses(began)]
+    serve(served, tmp_path / "after", "new", 5)
+    served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], Sampling(max_tokens=24), begun)
+    (batch,) = served.engine.collect(60).finished
+    for prompt, before, (tokens, logprobs) in zip(PROMPTS[:6], begun, responses(batch.completions), strict=True):
+        assert (tokens[:12], logprobs[:12]) == (before.tokens.tolist(), before.logprobs.tolist())
+        for weights, part in ((served.old, slice(0, 12)), (served.new, slice(12, 24))):
+            likely = log_softmax(served.reference.logits(weights, prompt + tokens)[len(prompt) - 1 :])
+            np.testing.assert_allclose(logprobs[part], likely[np.arange(24), tokens][part], atol=1e-4)
 
 
 def test_a_hold_ends_with_whoever_began_it(served, tmp_path):

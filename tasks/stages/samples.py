@@ -1,0 +1,88 @@
+"""Sampling settings of a rollout, the seeds of its samples, their table and its metrics."""
+
+import hashlib
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from storage.schema import ROLLOUT
+from storage.turns import finish_reasons, sampled_lengths
+from tasks.engine.protocol import Sampling
+from tasks.stages.names import Stage
+from tasks.stages.prepared import text_codec
+from tasks.stages.stage import Work
+from tasks.stages.views import Prepared
+
+WORLD, HELD_OUT_WORLD = -1, -2
+"""Numbers of the samples that stand for the environment, which is the same for all samples of a prompt: of training,
+and of evaluations."""
+
+
+def sampling(work: Work, prepared: Prepared) -> Sampling:
+    """Sampling parameters of the run."""
+    section = work.config.rollout
+    stop = text_codec(work.context, prepared).stop_tokens
+    return Sampling(
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        min_p=section.min_p,
+        max_tokens=section.max_tokens,
+        stop_token_ids=stop,
+        stop=section.stop,
+    )
+
+
+def sample_seed(run_seed: int, position: int, sample: int, again: int = 0, redrawn: int = 0) -> int:
+    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start.
+
+    Args:
+        again: the revision, if the rollout is done again with other seeds.
+        redrawn: how often the position was drawn before.
+    """
+    place = f"{run_seed}/{position}/{sample}" + (f"/{again}" if again else "") + (f"+{redrawn}" if redrawn else "")
+    digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 2
+
+
+def reseeded(work: Work) -> int:
+    """The revision whose rerun asked for other seeds of this rollout; 0 if none did."""
+    number = work.writer.revision
+    rerun = work.context.revisions.rerun(number) if number else None
+    here = (work.iteration, Stage.ROLLOUT)
+    return number if rerun is not None and rerun.new_seeds and (rerun.iteration, rerun.stage) == here else 0
+
+
+def sample_table(work: Work, how: Sampling, columns: Mapping[str, pa.Array | pa.ChunkedArray]) -> pa.Table:
+    """The table `rollout` of samples with these columns; those that are the same for all are added."""
+    values = {
+        "run": work.writer.run,
+        "iteration": work.iteration,
+        "again": 0,
+        "top_k": how.top_k,
+        "min_p": how.min_p,
+        "temperature": how.temperature,
+        "top_p": how.top_p,
+        "max_tokens": how.max_tokens,
+    }
+    rows = len(columns["seed"])
+    same = {name: pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows) for name, value in values.items()}
+    whole = {**same, **columns}
+    return pa.Table.from_arrays([_plain(whole[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
+
+
+def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
+    return chunked.cast(kind)
+
+
+def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
+    """Metrics of a rollout table; `seconds` is None if not all of it was sampled in that time."""
+    lengths = sampled_lengths(table["sampled"])
+    truncated = (finish_reasons(table["turns"]).to_numpy(zero_copy_only=False) == "length").mean()
+    return {
+        "tokens": float(lengths.sum()),
+        **({} if seconds is None else {"tokens_per_second": float(lengths.sum()) / seconds}),
+        "response_length": float(lengths.mean()),
+        "truncated": float(truncated),
+    }
