@@ -43,6 +43,7 @@ from infra.mutants_responses import RESPONSES
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
 from infra.mutants_rewards import REWARDS
+from infra.mutants_routes import ROUTES
 from infra.mutants_rows import ROWS
 from infra.mutants_sampling import SAMPLING
 from infra.mutants_scoring import SCORING
@@ -64,6 +65,7 @@ MUTANTS = (
     *OBJECTIVES,
     *AHEAD,
     *CRITIC,
+    *ROUTES,
     *ENGINE,
     *ROWS,
     *SAMPLING,

@@ -82,6 +82,13 @@ ROLLOUT = pa.schema(
         _field("top_k", pa.int32(), "likeliest tokens that could be drawn; 0 for all"),
         _field("min_p", pa.float32(), "least probability of a drawn token, relative to the likeliest; 0 for any"),
         _field("max_tokens", pa.int32(), "limit on response tokens", "token"),
+        _field(
+            "routes",
+            pa.large_binary(),
+            "experts that the engine gave each token of prompt and response but the last, one token after another: of "
+            "each layer with experts, one byte each, two from 257 experts on; null if they were not asked for",
+            nullable=True,
+        ),
     ],
     metadata={"table": "rollout", "version": str(SCHEMA_VERSION)},
 )

@@ -123,6 +123,9 @@ class ExpertsConfig(Frozen):
     `train.parallel` and `micro_batch_*` change results."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step by which each update moves the bias with which a router prefers experts with less load."""
+    replay: Annotated[bool, decides("rollout", "train")] = Field(default=False, exclude_if=operator.not_)
+    """Give each token the experts by which the engine sampled it (routing replay, R3), instead of those that the
+    trainer's routers would choose: they differ where two experts are almost equally likely."""
 
 
 class MemoryConfig(Frozen):

@@ -137,6 +137,8 @@ class Trainer(TrainerProtocol):
     def train_policy(self, samples: Samples, temperature: float, reference: bool = False) -> dict[str, float]:
         self._changes()
         self._check_length(samples)
+        if self._model.replay is not None:
+            self._model.replay.routing.check(samples.routes)
         optimizer, seed = self._live_optimizer(), (self._config.seed, self._step)
         phase = PolicyPhase(self._passes, optimizer, self._config.policy, temperature, seed, self._critic)
         reference_logprobs = self._reference_logprobs(samples, temperature) if reference else None

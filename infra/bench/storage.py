@@ -70,6 +70,7 @@ def rollout_table(samples: int, seed: int = 0) -> pa.Table:
         "top_k": np.zeros(samples, np.int32),
         "min_p": np.zeros(samples, np.float32),
         "max_tokens": np.full(samples, 2048, np.int32),
+        "routes": pa.nulls(samples, pa.large_binary()),
     }
     return pa.Table.from_arrays([pa.array(columns[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
 

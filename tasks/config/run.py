@@ -220,6 +220,22 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _routes_are_told(self) -> "RunConfig":
+        """Stored samples have their routes already."""
+        if self.train.experts.replay and self.retrain is None:
+            others = {
+                "[environment]": self.environment is not None,
+                "engine.function": self.engine.function is not None,
+                'rollout.updates = "in-flight"': self.rollout.updates == "in-flight",
+            }
+            for name in (name for name, given in others.items() if given):
+                raise ValueError(
+                    f"train.experts.replay = true needs the experts of every sampled token, which are not told with "
+                    f"{name}: leave that out, or set it to false"
+                )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _without_held_out(cls, document: Any) -> Any:

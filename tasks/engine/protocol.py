@@ -31,6 +31,9 @@ COMPLETIONS = pa.schema(
 )
 """Table that `EngineProtocol.generate` returns; fields as in `storage.schema.ROLLOUT`."""
 
+ROUTES = pa.field("routes", pa.large_binary())
+"""One more field of it, with `EngineSpec.routes`."""
+
 
 KV_CACHE_BYTES_ON_CPU = 128 << 20  # the key-value cache where nothing says how large it may be
 
@@ -72,6 +75,8 @@ class EngineSpec(Frozen):
     responses. Always the case with `tensor` above 1."""
     sleeps: bool = False
     """True if `sleep` frees the card's memory; only on CUDA."""
+    routes: bool = False
+    """Tell the experts of each token, of a model that has them."""
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 

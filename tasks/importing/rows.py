@@ -145,7 +145,7 @@ class SampleRows:
         top_p = self._numbers("top_p", lambda one: (one.astype(np.float32) > 0) & (one <= 1))
         found = {"seed": seed, "top_p": top_p, "temperature": self._temperature()}
         given = {"run": run, "iteration": iteration, "position": UNKNOWN, "again": 0, "seed": UNKNOWN}
-        given |= {"top_k": 0, "min_p": 0.0, "top_p": 1.0}
+        given |= {"top_k": 0, "min_p": 0.0, "top_p": 1.0, "routes": None}
         own = {name: _repeated(name, one, self.batch.rows) for name, one in given.items()}
         return own | {name: one for name, one in found.items() if one is not None}
 

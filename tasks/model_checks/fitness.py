@@ -20,7 +20,7 @@ from trainer_core.platform import te_absent
 Facts = Mapping[str, Any]  # content of a model's config.json
 
 _TOKENIZER = "tokenizer_config.json"
-_OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate")
+_OF_ROUTERS = ("experts.auxiliary_loss", "experts.bias_update_rate", "experts.replay")
 
 Shape = tuple[int, ...]
 _LENGTH = 8

@@ -22,7 +22,7 @@ from storage.parts import read_parts
 from storage.schema import ROLLOUT, fingerprint
 from storage.turns import of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
-from tasks.engine.protocol import NOTHING, Every, Sampling, token_rows
+from tasks.engine.protocol import NOTHING, ROUTES, Every, Sampling, token_rows
 from tasks.environments.conversation import Played, Task
 from tasks.environments.scores import Kept
 from tasks.environments.trajectory import columns_of
@@ -40,7 +40,7 @@ from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, 
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 
-_SAMPLED = ["response_tokens", "logprobs", "turns"]
+_SAMPLED = ["response_tokens", "logprobs", "turns", "routes"]
 
 
 @stage(Stage.ROLLOUT, ("prepare", "weights", "drawn"), Rollouts)
@@ -264,6 +264,7 @@ class _Sampler:
             "logprobs": completions.column("logprobs"),
             "weight_version": of_each_token(responses, pa.scalar(self.served.weight_version, pa.int32())),
             "turns": one_turn(responses.value_lengths().to_numpy(), completions.column("finish_reason")),
+            **{name: completions.column(name) for name in completions.schema.names if name == ROUTES.name},
         }
 
     def _table(self, groups: Groups, sampled: Mapping[str, pa.Array]) -> pa.Table:

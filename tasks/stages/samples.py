@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Mapping
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from storage.schema import ROLLOUT
 from storage.turns import finish_reasons, sampled_lengths
@@ -64,6 +65,7 @@ def sample_table(work: Work, how: Sampling, columns: Mapping[str, pa.Array | pa.
         "temperature": how.temperature,
         "top_p": how.top_p,
         "max_tokens": how.max_tokens,
+        "routes": None,
     }
     rows = len(columns["seed"])
     same = {name: pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows) for name, value in values.items()}
@@ -79,10 +81,12 @@ def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedA
 def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
     """Metrics of a rollout table; `seconds` is None if not all of it was sampled in that time."""
     lengths = sampled_lengths(table["sampled"])
+    routes = pc.sum(pc.binary_length(table["routes"])).as_py()  # pyright: ignore[reportAttributeAccessIssue]
     truncated = (finish_reasons(table["turns"]).to_numpy(zero_copy_only=False) == "length").mean()
     return {
         "tokens": float(lengths.sum()),
         **({} if seconds is None else {"tokens_per_second": float(lengths.sum()) / seconds}),
         "response_length": float(lengths.mean()),
         "truncated": float(truncated),
+        **({"routes_bytes": float(routes)} if routes else {}),
     }

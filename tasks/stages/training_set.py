@@ -30,7 +30,12 @@ class TrainingSet:
 
 def of_rollout(context: RunContext, rollouts: Rollouts, rewards: Rewards | None) -> TrainingSet:
     """All samples of a rollout."""
-    samples = read_samples(context.root, rollouts.manifest, None if rewards is None else rewards.manifest)
+    samples = read_samples(
+        context.root,
+        rollouts.manifest,
+        None if rewards is None else rewards.manifest,
+        context.config.train.experts.replay,
+    )
     temperature, last = context.config.rollout.temperature, context.config.run.iterations
     return TrainingSet(samples, temperature, last, {"cursor": rollouts.cursor})
 
@@ -43,7 +48,8 @@ def of_selection(
     shares, section, scored = selected.shares, context.config.retrain, context.config.train.policy.needs_rewards
     assert section is not None, "a run without [retrain] has another loop"
     number = section.share(iteration, len(shares), context.config.run.seed)
-    samples = read_selected(context.root, shares[number], None if rescored is None else rescored.of(number), scored)
+    scores, replay = None if rescored is None else rescored.of(number), context.config.train.experts.replay
+    samples = read_selected(context.root, shares[number], scores, scored, replay)
     usable = samples.rewards[samples.usable]
     metrics = {"reward_mean": float(usable.mean())} if len(usable) and scored else {}
     metrics["epoch"] = float((iteration - 1) // len(shares) + 1)

@@ -249,6 +249,7 @@ class Fleet:
                 "together": not fast and self._config.environment is None,  # a turn waits for its tool, not for others
                 "tensor": section.tensor,
                 "sleeps": self.device == "cuda" and section.sleep,
+                "routes": self._config.train.experts.replay,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )

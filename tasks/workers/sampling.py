@@ -102,7 +102,8 @@ def spread(
     found: dict[int, pa.RecordBatch] = {}
     batches = [Batch(batch.prompts[share], batch.seeds[share]) for share in shares]
     sample(engines, batches, how, found.__setitem__, told=told, version=version)
-    return pa.Table.from_batches([found[number] for number in range(len(shares))], COMPLETIONS)
+    completions = [found[number].select(COMPLETIONS.names) for number in range(len(shares))]
+    return pa.Table.from_batches(completions, COMPLETIONS)
 
 
 class _Shared:

@@ -158,6 +158,17 @@ SETTINGS = {
         ["train.experts.auxiliary_loss=0.1"],
         ["train.experts.auxiliary_loss has no effect with a model without experts"],
     ),
+    "routes of a dense model": (
+        ["train.experts.replay=true"],
+        ["train.experts.replay has no effect with a model without experts"],
+    ),
+    "routes of an engine that does not tell them": (
+        ["train.experts.replay=true", "engine.function=engine.py:Echo"],
+        [
+            "train.experts.replay = true needs the experts of every sampled token",
+            "with engine.function: leave that out",
+        ],
+    ),
     "a target of LoRA": (
         ["train.lora.rank=4", "train.lora.targets=['q_proj','kv_b_proj']"],
         ['train.lora.targets has "kv_b_proj", which is no matrix', "use names of self_attn.q_proj"],

@@ -45,6 +45,7 @@ def rollout_table(groups: int = 4, samples: int = 3, seed: int = 0, iteration: i
         "top_k": pa.array([0] * rows, pa.int32()),
         "min_p": pa.array([0.0] * rows, pa.float32()),
         "max_tokens": pa.array([9] * rows, pa.int32()),
+        "routes": pa.nulls(rows, pa.large_binary()),
     }
     columns |= {
         "sampled": of_each_token(columns["response_tokens"], pa.scalar(True)),

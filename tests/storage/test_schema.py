@@ -75,10 +75,10 @@ def test_a_table_of_another_version_is_refused_with_the_numbers():
 # a change here is a new version of the table: raise SCHEMA_VERSION
 WRITTEN = {
     "prompts": "a02884e4905d974f800a159b062d05c6",
-    "rollout": "7497e5d2fc93af4f4dfd3372fde8dd18",
+    "rollout": "4d640a9d7c32b8707153298c5c168bfb",
     "reward": "0bcce8c91d7dc037cc40724e846c57cf",
     "evaluation": "98933e65129efaba25dbcc64a5b0d961",
-    "selection": "2b41b0303a3f0d010fb8df6f27068e07",
+    "selection": "b2fa077c14ef6fd148c1d0c7f6edccfb",
     "evaluation_samples": "85b2df9e3ce4ed6e1399f2b42d4be0c8",
 }
 

@@ -40,7 +40,8 @@ def experts(tmp_path_factory):
             models = {name: str(folder / f"{name}-{family}") for name in ("old", "new")}
             for seed, directory in enumerate(models.values()):
                 reference.make_family(directory, seed, family)
-            spec = EngineSpec(model_dir=models["old"], max_model_len=64, max_num_seqs=64, kv_cache_bytes=16 << 20)
+            limits = {"max_model_len": 64, "max_num_seqs": 64, "kv_cache_bytes": 16 << 20}
+            spec = EngineSpec(model_dir=models["old"], routes=True, **limits)
             served[family] = SimpleNamespace(engine=process.FaultyEngine(spec), reference=reference, **models)
         yield served
 
@@ -55,7 +56,8 @@ def split(tmp_path_factory):
         reference, models = process.Reference(), {name: str(folder / name) for name in ("old", "new")}
         for seed, directory in enumerate(models.values()):
             reference.make_family(directory, seed, "qwen3-moe", moe_intermediate_size=64, num_key_value_heads=1)
-        spec = EngineSpec(model_dir=models["old"], max_model_len=64, max_num_seqs=64, kv_cache_bytes=16 << 20, tensor=2)
+        limits = {"max_model_len": 64, "max_num_seqs": 64, "kv_cache_bytes": 16 << 20}
+        spec = EngineSpec(model_dir=models["old"], routes=True, tensor=2, **limits)
         engine = process.Engine(spec, str(meeting_place))
         yield SimpleNamespace(engine=engine, reference=reference, **models)
 

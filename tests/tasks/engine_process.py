@@ -69,6 +69,19 @@ class Reference:
         with torch.no_grad():
             return model(torch.tensor([sequence])).logits[0, :-1].numpy()
 
+    def routes(self, directory: str, sequence: list[int]) -> np.ndarray:
+        """Experts of each token but the last, by layer that has some, ascending: (len(sequence) - 1, layers, k)."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), []
+        for module in model.modules():
+            if type(module).__name__.lower().endswith("topkrouter"):
+                module.register_forward_hook(lambda _, __, output: found.append(output[-1]))
+        with torch.no_grad():
+            model(torch.tensor([sequence[:-1]]))
+        return torch.stack(found, 1).sort(-1).values.numpy()
+
 
 class FaultyEngine(Engine):
     """An engine in one process whose parameters can be spoiled, and whose loaders can be broken."""
@@ -86,6 +99,11 @@ class FaultyEngine(Engine):
             name: (len(response.tokens) + as_row[name], len(response.logprobs) + as_row[name])
             for name, response in scheduler._responses.items()
         }
+
+    def kept_routes(self) -> int:
+        """Requests whose routes the worker keeps until they are taken, and those that it expects to be told of."""
+        routes = self._core._client.engine_core.model_executor.driver_worker.worker.model_runner.routes
+        return len(routes._kept) + len(routes._taken)
 
     def preempt(self) -> None:
         """Take the key-value cache from all requests in flight, as when there is too little of it."""

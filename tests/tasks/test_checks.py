@@ -185,6 +185,8 @@ BIASED = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4}
         ("parallel.expert_tensor=1", {}, "train.parallel.expert_tensor has no effect with a model without experts"),
         ("experts.bias_update_rate=0.1", EXPERTS, "has no effect with a model whose routers have no biases"),
         ("experts.auxiliary_loss=0.1", EXPERTS, None),
+        ("experts.replay=true", {}, "train.experts.replay has no effect with a model without experts"),
+        ("experts.replay=true", EXPERTS, None),
         ("experts.bias_update_rate=0.1", BIASED, None),
     ],
 )

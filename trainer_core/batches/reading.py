@@ -15,12 +15,14 @@ from trainer_core.batches.sequences import Samples, SupervisedExamples
 _SAMPLE_BITS = 32  # of a key; a sample's number is int32
 
 
-def read_samples(root: Root, rollouts: Manifest, rewards: Manifest | None) -> Samples:
+_COLUMNS = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs"]
+
+
+def read_samples(root: Root, rollouts: Manifest, rewards: Manifest | None, routes: bool = False) -> Samples:
     """Join the stored rollout and reward tables of an iteration, in the rollout's order; without rewards all are 0.
-    Raises StageFailed: a rollout row has no reward row. Raises StorageError: stored bytes do not match the manifests.
-    """
-    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs"]
-    table = read_table(root, rollouts, ROLLOUT, columns)
+    With `routes` the samples have those of the engine. Raises StageFailed: a rollout row has no reward row, or a usable
+    one no routes. Raises StorageError: stored bytes do not match the manifests."""
+    table = read_table(root, rollouts, ROLLOUT, [*_COLUMNS, *(["routes"] * routes)])
     if rewards is None:
         groups = table["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
         return _samples(table, np.zeros(table.num_rows, dtype=np.float32), groups)
@@ -30,12 +32,12 @@ def read_samples(root: Root, rollouts: Manifest, rewards: Manifest | None) -> Sa
     return _samples(table, rewarded, keys >> _SAMPLE_BITS)
 
 
-def read_selected(root: Root, share: Part, scores: Part | None, rewarded: bool = True) -> Samples:
+def read_selected(root: Root, share: Part, scores: Part | None, rewarded: bool = True, routes: bool = False) -> Samples:
     """Samples of one share of a selection, and with the `scores` of a table with the same rows, if they were scored
-    again; where samples are not to be `rewarded`, all have 0. Raises StageFailed: the scores are not those of the
-    share. Raises StorageError: stored bytes do not match the manifests."""
-    columns = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampled", "logprobs", "group", "reward"]
-    table = read_parts(root, [share], SELECTION, columns)
+    again; where samples are not to be `rewarded`, all have 0. With `routes` the samples have those of the engine.
+    Raises StageFailed: the scores are not those of the share, or a usable sample has no routes. Raises StorageError:
+    stored bytes do not match the manifests."""
+    table = read_parts(root, [share], SELECTION, [*_COLUMNS, "group", "reward", *(["routes"] * routes)])
     scored = table if scores is None else read_parts(root, [scores], REWARD, ["prompt_id", "sample_id", "reward"])
     names = ["prompt_id", "sample_id"]
     if not scored.select(names).combine_chunks().equals(table.select(names).combine_chunks()):
@@ -62,6 +64,7 @@ def _samples(table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.
     if not sampled.all():
         response_lengths, gaps, kept = _counted(sampled, lengths)
         lengths, tokens, logprobs = kept, tokens[_leading(lengths, kept)], logprobs[sampled]
+    usable = np.isfinite(rewarded) & (response_lengths > 0)
     return Samples(
         tokens=_interleave(_flat(table, "prompt_tokens"), tokens, prompt_lengths, lengths),
         prompt_lengths=prompt_lengths,
@@ -70,8 +73,28 @@ def _samples(table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.
         engine_logprobs=logprobs,
         rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
         groups=np.unique(groups, return_inverse=True)[1].astype(np.int32),
-        usable=np.isfinite(rewarded) & (response_lengths > 0),
+        usable=usable,
+        routes=_routes(table, prompt_lengths + lengths - 1, usable) if "routes" in table.column_names else None,
     )
+
+
+def _routes(table: pa.Table, positions: NDArray[np.int64], usable: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """(sum of positions, bytes) routes of usable samples, 0 of others. Raises StageFailed: one has none, or too few."""
+    column = table["routes"].combine_chunks()
+    sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+    width = int((sizes[usable] // positions[usable]).max(initial=1))
+    odd = usable & (sizes != positions * width)
+    if odd.any() or not width:
+        row = int(np.argmax(odd))
+        sample = table["prompt_id"][row].as_py(), table["sample_id"][row].as_py()
+        raise StageFailed(
+            f"train.experts.replay = true, but sample {sample} has {sizes[row]} bytes of routes for {positions[row]} "
+            "tokens: sample with train.experts.replay = true, or set it to false"
+        )
+    found = np.zeros((positions.sum(), width), dtype=np.uint8)
+    held = np.frombuffer(b"".join(one.as_py() for one in column.filter(pa.array(usable))), np.uint8)
+    found[np.repeat(usable, positions)] = held.reshape(-1, width)
+    return found
 
 
 def _counted(

@@ -19,6 +19,9 @@ class Sequences:
     gaps: NDArray[np.int64] | None = field(default=None, kw_only=True)
     """(sum of response lengths,) tokens right before each token of a response that do not count, as those of tools
     between two turns; None if there are none. They are inputs, and are never predicted."""
+    routes: NDArray[np.uint8] | None = field(default=None, kw_only=True)
+    """(sum of positions, bytes) experts by which the engine sampled, for each position; 0 where a sample is not usable.
+    None if they are not asked for."""
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)

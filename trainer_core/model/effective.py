@@ -124,6 +124,7 @@ MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     ),
     _of_experts("experts.auxiliary_loss", lambda one: one.config.moe_aux_loss_coeff),
     _of_experts("experts.bias_update_rate", lambda one: one.config.moe_router_bias_update_rate),
+    _of_experts("experts.replay", lambda one: one.router.router_replay is not None),
 )
 
 

@@ -36,6 +36,8 @@ class MicroBatch:
     weights: torch.Tensor  # (S,) float32, weight of each sequence in the loss; 0 for one that does not count
     count: torch.Tensor  # () int32, response tokens that count
     values: Mapping[str, torch.Tensor]  # further (R,) float32 values that the loss needs, by name
+    routes: torch.Tensor | None = None
+    """(T, layers * k) int16, the experts of each position by layer that has some, or `OWN`; None: routers choose."""
 
 
 def place(

@@ -36,7 +36,7 @@ from trainer_core.model.effective import MODEL, Built, Effective, check_effectiv
 from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.parts import walk
-from trainer_core.model.routers import Balance, prepare_routers
+from trainer_core.model.routers import Balance, Replay, prepare_routers
 from trainer_core.model.settings import buffer_settings, dtype_of, model_settings, provider_settings, uses_graphs
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.progress import told
@@ -66,12 +66,15 @@ class Model:
     graphs: bool  # micro-batches of one shape may be launched as one CUDA graph each
     residence: Residence  # place of parameters, gradients and optimizer state
     balance: Balance | None  # auxiliary loss of routers, if they have one
+    replay: Replay | None  # what gives routers the experts of the engine, if they are to have them
     adapters: Adapters  # what is trained if the weights are frozen
 
     def forward(self, module: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
         """Run this rank's part of the model over one flat batch of T positions, R of which predict a response token.
         Returns on the last pipeline stage logits (R, V/tp) in the model's own precision; before it hidden states (T, 1,
         H), or this rank's share of the positions."""
+        if self.replay is not None:
+            self.replay.begin(module, batch.routes)
         filling = batch.filling
         if filling is not None and self.config.sequence_parallel and not get_attr_wrapped_model(module, "pre_process"):
             # behind the first stage of a pipeline, of this rank's positions alone
@@ -158,6 +161,8 @@ class Model:
         """Begin a pass that accumulates gradients, with empty buffers."""
         self.residence.resume("gradients")
         self.residence.accumulating = True
+        if self.replay is not None:
+            self.replay.forget()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
@@ -265,7 +270,6 @@ def build_model(
     for layer in cast(list[Any], built.outputs) if config.parallel.sequence else []:
         # predicting positions are known by places in the whole batch, so it is gathered
         layer.sequence_parallel, layer.allreduce_dgrad = False, True
-    balance = prepare_routers(built.modules, balanced=config.experts.auxiliary_loss > 0)
     check_effective(provider, wanted)
     return Model(
         bridge=bridge,
@@ -275,10 +279,11 @@ def build_model(
         vocabulary=_vocabulary(bridge),
         dtype=dtype_of(config),
         transformer_engine=platform.transformer_engine,
+        replay=Replay(chunks, provider) if config.experts.replay else None,  # read back as one of the settings
         effective=read_back(MODEL, config, built, everywhere=kind != "frozen") | read_layers(config.parallel, built),
         graphs=uses_graphs(config, platform, deterministic, has_experts=bool(provider.num_moe_experts)),
         residence=Residence(chunks, platform.device),
-        balance=balance,
+        balance=prepare_routers(built.modules, balanced=config.experts.auxiliary_loss > 0),
         adapters=adapters,
     )
 

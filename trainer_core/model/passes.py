@@ -1,7 +1,7 @@
 """Passes of the model over sequences, in flat micro-batches, through Megatron's forward-backward schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,14 @@ class Passes:
         batches = [flatten(sequences, chosen, multiple, mesh.context) for chosen in shares]
         if self.recorders is not None:
             batches = alike(batches)
-        return place(batches, weights, values, mesh, self.model.transformer_engine)
+        placed = place(batches, weights, values, mesh, self.model.transformer_engine)
+        if self.model.replay is None or sequences.routes is None:
+            return placed
+        routes = [self.model.replay.routing.of_batch(sequences, batch) for batch in batches]
+        return [
+            replace(batch, routes=torch.from_numpy(given).to(mesh.device))
+            for batch, given in zip(placed, routes, strict=True)
+        ]
 
     def _run(self, batches: list[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Report]:
         self.model.residence.resume("parameters")

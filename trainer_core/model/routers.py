@@ -1,12 +1,19 @@
-"""Routers of a mixture of experts: counts that leave out padding, and the strength of the auxiliary loss."""
+"""Routers of a mixture of experts: counts that leave out padding, the strength of the auxiliary loss, and experts that
+are given instead of chosen."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+
+from trainer_core.batches.routes import Routing
 
 
 class Balance:
@@ -57,6 +64,88 @@ class Balance:
         share = loss * self._held / self._positions
         self._terms.append(share.detach())
         return MoEAuxLossAutoScaler.apply(activation, share * self._divisor)  # pyright: ignore[reportReturnType]
+
+
+class Replay:
+    """Gives the routers of a model the experts by which the engine sampled."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: GPTModelProvider) -> None:
+        layers = _with_experts(config)
+        self.routing = Routing(cast(int, config.num_moe_experts), len(layers), cast(int, config.moe_router_topk))
+        self._divided = config.sequence_parallel
+        self._routers = {chunk: dict(_given(chunk, layers)) for chunk in chunks}
+
+    def begin(self, chunk: torch.nn.Module, routes: torch.Tensor | None) -> None:
+        """Begin a pass of a micro-batch through a chunk, with its (T, layers * k) routes."""
+        if routes is not None and self._divided:
+            group = cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
+            routes = routes.chunk(group.size())[group.rank()]  # (T, layers * k) -> (T / tp, layers * k)
+        for place, given in self._routers[chunk].items():
+            given.begin(None if routes is None else routes.unflatten(1, (self.routing.layers, -1))[:, place].long())
+
+    def forget(self) -> None:
+        """Forget what a pass that failed has left."""
+        for routers in self._routers.values():
+            for given in routers.values():
+                given.again.clear()
+
+
+class _Given:
+    """Experts of the positions of a router, in the place of megatron-core's `RouterReplay`. That has a list of the
+    process, which a critic's and a reference's routers would enter, and must be told which pass it is in.
+
+    A layer whose activations are computed again runs twice: without gradients, and with them in the backward pass.
+    Meanwhile others may begin, but they are computed again in the order in which they began.
+    """
+
+    def __init__(self) -> None:
+        self._now: torch.Tensor | None = None
+        self._learns = False
+        self.again: deque[torch.Tensor | None] = deque()
+
+    def begin(self, experts: torch.Tensor | None) -> None:
+        """Begin a pass with these (T, k) experts."""
+        self._now, self._learns = experts, torch.is_grad_enabled()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and experts of each position, (T, k) both; called by the router, with its (T, E) scores."""
+        own, given = default_compute_topk(scores, topk, num_groups, group_topk), self._experts()
+        if given is None:
+            return own
+        chosen = torch.where(given < 0, own[1], given)
+        return scores.gather(1, chosen), chosen
+
+    def _experts(self) -> torch.Tensor | None:
+        if not self._learns:
+            return self._now
+        if not torch.is_grad_enabled():
+            self.again.append(self._now)
+            return self._now
+        return self.again.popleft() if self.again else self._now
+
+
+def _with_experts(config: GPTModelProvider) -> list[int]:
+    """Numbers from 1 of the layers that have experts."""
+    pattern = config.moe_layer_freq
+    if isinstance(pattern, int):
+        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
+    return [number for number, has in enumerate(pattern, 1) if has]
+
+
+def _given(chunk: torch.nn.Module, layers: Sequence[int]) -> Iterable[tuple[int, _Given]]:
+    """Attach to each router of a chunk; by its place among all layers with experts."""
+    for router in chunk.modules():
+        if isinstance(router, TopKRouter):
+            given = _Given()
+            vars(router)["router_replay"] = given
+            yield layers.index(cast(int, router.layer_number)), given
 
 
 def prepare_routers(modules: Iterable[torch.nn.Module], balanced: bool) -> Balance | None:

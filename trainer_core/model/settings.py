@@ -101,6 +101,8 @@ def provider_settings(provider: GPTModelProvider, rope: Mapping[str, Any], confi
     if provider.num_moe_experts:
         settings["moe_aux_loss_coeff"] = config.auxiliary_loss
         settings["moe_router_bias_update_rate"] = config.bias_update_rate
+        if config.replay:
+            settings["moe_router_fusion"] = False  # it would choose and weigh experts in one kernel
     elif config != ExpertsConfig():
         raise InputError(f"the model has no experts, but [train.experts] is {config}: leave that section out")
     return settings

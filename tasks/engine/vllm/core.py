@@ -31,7 +31,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Every, Sampling
-from tasks.engine.vllm import BEGUN, EVERY, STOP_TEXTS, Runner
+from tasks.engine.vllm import BEGUN, EVERY, ROUTES, STOP_TEXTS, Runner
 from tasks.engine.vllm.inside import executor
 from tasks.engine.vllm.memory import cache_bytes
 from trainer_core.config import Device
@@ -208,6 +208,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "async_scheduling": spec.async_scheduling and spec.device == "cuda",
         "worker_extension_cls": "tasks.engine.vllm.receive.WorkerExtension",
         "weight_transfer_config": {"backend": "ratchet"},
+        "additional_config": {ROUTES: spec.routes},
     }
     if spec.device == "cpu":
         arguments |= {

@@ -21,6 +21,7 @@ from tasks.config.environment import set_engine_meeting_place
 from tasks.engine.protocol import (
     COMPLETIONS,
     NOTHING,
+    ROUTES,
     Arrived,
     Begun,
     Collected,
@@ -64,6 +65,7 @@ class Batch:
         self.told = [len(one.tokens) for one in self.begun]  # tokens of each response that the caller knows
         self.answers: list[Any] = [None] * len(prompts)  # an `Answer` each, once it is there
         self.left = len(prompts)
+        self.requests: Sequence[str] = ()  # their names, once they are under way
         self.weight_version: int | None = None
 
     def grown(self, row: int, answer: "Answer", known: int = 0, last: int = 0) -> Increment:
@@ -173,7 +175,9 @@ class Engine(EngineProtocol):
             return []
         self._waiting.append(Batch(0, sequences, [self._scoring_parameters() for _ in sequences]))
         self._admit()
-        return [answer.prompt_logprobs for answer in self._complete().answers]
+        batch = self._complete()
+        self._take_routes(dict.fromkeys(batch.requests, 0))
+        return [answer.prompt_logprobs for answer in batch.answers]
 
     def survey_model(self) -> None:
         self._core.workers("survey_model")
@@ -252,6 +256,7 @@ class Engine(EngineProtocol):
             self._core.go_on()
         while self._running:
             self._step(admit=False)
+        self._take_routes({name: 0 for batch in batches.values() for name in batch.requests})
         grown = [*self._given, *self._grown]
         for batch in batches.values():
             own = [*(one for one in grown if one.number == batch.number), *batch.rest()]
@@ -288,6 +293,7 @@ class Engine(EngineProtocol):
             batch.weight_version = self.identity().weight_version
             named = {f"{next(self._names)}": (batch, row) for row in range(len(batch.prompts))}
             self._running |= named
+            batch.requests = list(named)
             # plain integers: from numpy's, vLLM would make tensors of a type that it does not accept
             begun = zip(batch.prompts, batch.begun, strict=True)
             prompts = [[*np.asarray(prompt).tolist(), *one.tokens.tolist()] for prompt, one in begun]
@@ -319,8 +325,17 @@ class Engine(EngineProtocol):
         return finished[0]
 
     def _result(self, batch: Batch) -> Finished:
-        cached = sum(one.cached for one in batch.answers), self._core.block
-        return Finished(batch.number, _completions(batch.answers, batch.begun), batch.weight_version, cached)
+        cached, completions = sum(one.cached for one in batch.answers), _completions(batch.answers, batch.begun)
+        if self._spec.routes:
+            prompts, responses = map(len, batch.prompts), completions["response_tokens"].value_lengths().to_pylist()
+            # the last token was sampled, and never given to the model
+            counts = [prompt + response - 1 for prompt, response in zip(prompts, responses, strict=True)]
+            routes = self._take_routes(dict(zip(batch.requests, counts, strict=True)))
+            completions = completions.append_column(ROUTES, pa.array(routes, ROUTES.type))
+        return Finished(batch.number, completions, batch.weight_version, (cached, self._core.block))
+
+    def _take_routes(self, counts: dict[str, int]) -> list[bytes]:
+        return self._core.workers("take_routes", counts=counts)[0] if self._spec.routes and counts else []
 
     def _check_usable(self) -> None:
         if isinstance(self._held, Unusable):

@@ -4,10 +4,14 @@ the seed of its sample and its position, not on where sampling began.
 Imports vLLM.
 """
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
@@ -16,6 +20,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tasks.engine.vllm.counter import choose
+from tasks.engine.vllm.routes import Routing
 
 _ENTRIES = 1 << 16  # of the vocabulary, over rows, whose log-probabilities are computed at once
 
@@ -65,7 +70,7 @@ class ChosenSampler(Sampler):
         return LogprobsTensors(tokens.to(torch.int32), torch.cat(found), tokens.new_zeros(len(tokens)))
 
 
-class Runner(CPUModelRunner):
+class Runner(Routing, CPUModelRunner):
     """Tells the sampler seeds and positions."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -74,6 +79,17 @@ class Runner(CPUModelRunner):
         self.sampler = ChosenSampler(self.model_config.logprobs_mode)
         self.sampler.topk_topp_sampler = self._draw
         self._names: list[str] = []
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, is_profiling: bool = False) -> None:
+        super().initialize_kv_cache(kv_cache_config, is_profiling)
+        self.begin_routes(kv_cache_config)
+
+    def blocks_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: torch.tensor(self.requests[name].block_ids[0]) for name in names if name in self.requests}
+
+    def _update_states(self, scheduler_output: SchedulerOutput) -> Callable | None:
+        self.keep_routes(scheduler_output.finished_req_ids)
+        return super()._update_states(scheduler_output)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: SpecDecodeMetadata | None) -> SamplerOutput:
         names = self.input_batch.req_ids

@@ -165,6 +165,10 @@ class WorkerExtension:
     def changed_tensors(self) -> dict[str, str]:
         return self.weight_transfer_engine.changed()
 
+    def take_routes(self, counts: dict[str, int]) -> list[bytes]:
+        """See `tasks.engine.vllm.routes`."""
+        return cast(Any, self).model_runner.take_routes(counts)
+
     def forget_update(self) -> None:
         """Forget what was prepared."""
         self.weight_transfer_engine.forget()

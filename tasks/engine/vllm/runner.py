@@ -4,6 +4,7 @@ and with a sampler that computes nothing but tokens and their log-probabilities.
 Imports vLLM's code for cards. It takes the place of the runner of `Worker` on CUDA.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -26,6 +28,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
 from tasks.engine.vllm.draw import draw
+from tasks.engine.vllm.routes import Routing
 from tasks.engine.vllm.steps import Arrays, Step
 
 
@@ -101,7 +104,7 @@ class ChosenSampler(Sampler):
         )
 
 
-class Runner(GPUModelRunner):
+class Runner(Routing, GPUModelRunner):
     """Uses the arrays of the step before again, and counts computed tokens itself."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -117,6 +120,23 @@ class Runner(GPUModelRunner):
             req_states=self.req_states,
             logprobs_mode=self.model_config.logprobs_mode,
         )
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_kv_cache(kv_cache_config)
+        self.begin_routes(kv_cache_config)
+
+    def blocks_of(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        tables, known = self.block_tables, self.req_states.req_id_to_index
+        places = {name: known[name] for name in names if name in known}
+        parts = tables.blocks_per_kv_block[0]  # kernels may divide a block
+        return {
+            name: tables.block_tables[0].gpu[place, : int(tables.num_blocks.np[0, place]) : parts] // parts
+            for name, place in places.items()
+        }
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        self.keep_routes(scheduler_output.finished_req_ids)
+        super().finish_requests(scheduler_output)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.scheduled_new_reqs:

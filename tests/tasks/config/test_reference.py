@@ -40,7 +40,7 @@ def test_it_has_every_key_and_says_which_may_change():
         "engine": {"function": "mine:Engine", "source": "digest"},
         "rollout": {"updates": "in-flight", "pause_tokens": 4, "open_prompts": 40, "max_staleness": 2},
     }
-    adapters = {"lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}}
+    adapters = {"lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}, "experts": {"replay": True}}
     critic = {"critic": {"learning_rate": 1e-3}, "policy": {"advantage": {"type": "gae"}}}
     every = [parse_config({**LEAST, **asked, "train": LEAST["train"] | one}, "test") for one in (adapters, critic)]
     keys = {key.path: key for table in reference.tables() for key in table.keys}

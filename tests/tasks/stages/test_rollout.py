@@ -34,6 +34,7 @@ def test_metrics_of_a_table():
         {
             "sampled": [[True, False, True], [True], []],
             "turns": one_turn(np.array([3, 1, 0]), pa.array(["stop", "length", "stop"])),
+            "routes": pa.array([bytes(6), bytes(2), None], pa.large_binary()),
         }
     )
     metrics = rollout_metrics(table, seconds=2.0)
@@ -41,6 +42,7 @@ def test_metrics_of_a_table():
     assert metrics["tokens_per_second"] == 1.5
     assert metrics["response_length"] == 1
     assert metrics["truncated"] == pytest.approx(1 / 3)
+    assert metrics["routes_bytes"] == 8
 
 
 def test_a_piece_that_holds_other_rows_than_were_asked_for_is_refused(tmp_path):

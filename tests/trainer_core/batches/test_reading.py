@@ -77,6 +77,27 @@ def test_without_reward_or_response_a_sample_is_not_usable(root):
     assert read_samples(root, rollouts(root), rewards).usable.tolist() == [True, False, True, False]
 
 
+def routed(root, routes):
+    rows = [rollout_row(*sample) | {"routes": given} for sample, given in zip(SAMPLES, routes, strict=True)]
+    return store(root, Stage.ROLLOUT, ROLLOUT, rows[:1], rows[1:])
+
+
+def test_usable_samples_have_routes_for_each_token_but_the_last(root):
+    rewards = store(root, Stage.REWARD, REWARD, [reward_row(*item) for item in REWARDS.items()])
+    samples = read_samples(root, routed(root, [b"abcd", None, b"efghij", None]), rewards, routes=True)
+    assert samples.routes is not None
+    assert samples.routes.tobytes() == b"abcd" + bytes(6) + b"efghij"  # two bytes for each of 2, 3, 3 and 0 positions
+    assert read_samples(root, rollouts(root), rewards).routes is None
+    for given in (
+        [b"abcd", None, None, None],
+        [b"abcd", None, b"efgh", None],
+        [None] * 4,
+        [b"abcde", None, b"efghij", None],
+    ):
+        with pytest.raises(StageFailed, match=r"sample \('.*', 0\) has . bytes of routes for . tokens: sample with"):
+            read_samples(root, routed(root, given), rewards, routes=True)
+
+
 def test_a_sample_without_reward_row_is_named(root):
     rewards = store(root, Stage.REWARD, REWARD, [reward_row(*item) for item in list(REWARDS.items())[:3]])
     with pytest.raises(StageFailed, match=r"1 samples have no reward row, first \('b', 0\)"):

@@ -110,8 +110,8 @@ def test_every_setting_is_read_from_the_live_parts(model_dir):
         assert "but Megatron runs with" in message
     # parts that are built otherwise below, and those that only a model with experts has
     assert others == [
-        "experts.auxiliary_loss", "experts.bias_update_rate", "experts: dispatcher", "megatron.attention",
-        "parallel.expert", "parallel.expert_tensor", "parallel.virtual_pipeline", "precision",
+        "experts.auxiliary_loss", "experts.bias_update_rate", "experts.replay", "experts: dispatcher",
+        "megatron.attention", "parallel.expert", "parallel.expert_tensor", "parallel.virtual_pipeline", "precision",
     ]  # fmt: skip
 
 
