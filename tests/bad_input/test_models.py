@@ -162,11 +162,11 @@ SETTINGS = {
         ["train.experts.replay=true"],
         ["train.experts.replay has no effect with a model without experts"],
     ),
-    "routes of an engine that does not tell them": (
-        ["train.experts.replay=true", "engine.function=engine.py:Echo"],
+    "routes of responses in flight": (
+        ["train.experts.replay=true", "rollout.ahead=1", "rollout.updates=in-flight"],
         [
             "train.experts.replay = true needs the experts of every sampled token",
-            "with engine.function: leave that out",
+            'with rollout.updates = "in-flight": leave that out',
         ],
     ),
     "a target of LoRA": (
