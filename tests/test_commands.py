@@ -1,10 +1,13 @@
 """Every command of every page is executed: here on a stored run, or by the test that `ELSEWHERE` names."""
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +31,7 @@ FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"(?:\w+=\S+ )*((?:ratchet|python|pip|make|ray|prefect) .*)")
 INLINE = re.compile(r"`((?:ratchet|python -m) [^`]+)`")
 TUTORIAL, PROVEN = "tests/integration/test_tutorial.py", "tests/integration/test_faults.py"
+REAL = "tests/test_commands.py"  # the last test of this file, over the real stack
 ELSEWHERE = {
     "pip": "tests/test_packaging.py",
     "prefect deployment run": "tests/flows/deployments/test_flows.py",
@@ -44,18 +48,21 @@ ELSEWHERE = {
     "python infra/examples/chat/make.py": "tests/test_recipes.py",
     "ray start": "tests/integration/test_several_hosts.py",
     "ratchet bench": "tests/infra/bench/test_commands.py",
-    "ratchet check-sync": "tests/flows/cli/test_check_sync.py",
+    "ratchet check-sync": REAL,
     "ratchet check infra/examples/chat/": TUTORIAL,
     "ratchet check infra/examples/tools/": TUTORIAL,
     "ratchet check tools/": TUTORIAL,
     "ratchet demo": TUTORIAL,
-    "ratchet doctor": "tests/flows/site/test_doctor.py",
+    "ratchet doctor": REAL,
     "ratchet down": "tests/flows/site/test_site.py",
-    "ratchet evaluate": "tests/flows/deployments/test_evaluate.py",
-    "ratchet export": TUTORIAL,
+    "ratchet evaluate": REAL,
+    "ratchet export": REAL,
+    "ratchet export --adapter": TUTORIAL,
+    **dict.fromkeys(("ratchet export again", "ratchet export chat-lora", "ratchet export teacher"), TUTORIAL),
+    "ratchet export warm": TUTORIAL,
     "ratchet prove-resume": PROVEN,
     "ratchet register": "tests/flows/site/test_entries.py",
-    "ratchet rerun": "tests/flows/cli/test_rerun.py",
+    "ratchet rerun": REAL,
     "ratchet retrain NEW --from RUN@N --select RUN --set train.policy.distill": "tests/flows/test_distilling.py",
     "ratchet reward my-run@40 --last 20": "tests/tasks/rewards/test_judge.py",
     "ratchet rm": "tests/flows/cli/test_upkeep.py",
@@ -64,7 +71,8 @@ ELSEWHERE = {
     "ratchet view": "tests/flows/viewer/test_viewer.py",
 }
 """Commands that need the real stack, a site, a card, a judge or a person, by their first words, and the test that
-executes them. A setting of `ratchet run` is checked here as `ratchet check` does."""
+executes them or, for a site and several hosts, what they do. A setting of `ratchet run` is checked here as `ratchet
+check` does."""
 
 
 def plain(line: str) -> list[str]:
@@ -119,7 +127,8 @@ NAMES = {
     **dict.fromkeys(["RUN", "base", "chat", "demo", "tools"], "my-run"), **dict.fromkeys("KMNS", "1"),
     **dict.fromkeys("PR", "0"),
     "CONFIG.toml": "my.toml", "FILE": "my.toml", "FILE:NAME": "my_reward.py:score", "FILE...": "samples.jsonl",
-    "LAYOUT": "own", "NAME": "new", "PROMPT/SAMPLE": "5+2/0", "TEXT": "why",
+    "FOLDER": "model", "FOLDER-OR-URL": "model", "LAYOUT": "own",
+    "NAME": "new", "PROMPT/SAMPLE": "5+2/0", "TEXT": "why",
 }  # fmt: skip
 """Words of pages, and those that name the same in the stored run."""
 
@@ -184,3 +193,21 @@ def test_each_command_that_is_executed_elsewhere_is_on_a_page_and_its_test_exist
     used = {elsewhere(line) for page in PAGES for line, _ in commands(page)}
     assert used - {None} == set(ELSEWHERE)
     assert [path for path in ELSEWHERE.values() if not (PROJECT_ROOT / path).exists()] == []
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_commands_over_the_real_stack_work_on_a_stored_run(tmp_path: Path):
+    with tarfile.open(PROJECT_ROOT / "tests" / "integration" / "golden" / "run.tar.gz") as archive:
+        archive.extractall(tmp_path / "runs", filter="data")
+    found = [line for page in PAGES for line, _ in commands(page) if ELSEWHERE.get(elsewhere(line) or "") == REAL]
+    words = {tuple(as_stored(word, tmp_path) for word in plain(line)[1:]) for line in found}
+    for command in sorted(one for one in words if is_whole(list(one), own_line=False)):
+        named = [re.sub("^my-run", "golden", word).replace("@best", "@best.reward") for word in command]
+        if named[0] == "export":
+            named[named.index("--to") + 1] += f"-{named[1]}"  # two pages may name one folder
+        done = subprocess.run(
+            [sys.executable, "-m", "flows", *named], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(PROJECT_ROOT)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (named, done.stderr)
