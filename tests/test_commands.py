@@ -38,7 +38,8 @@ ELSEWHERE = {
     "python -m hatchling": "tests/test_packaging.py",
     "python -m infra.bench.eight_cards": "tests/infra/bench/test_eight_cards.py",
     "python -m infra.fuzz": "tests/test_fuzz.py",
-    "python -m infra.bench.search": "tests/flows/viewer/test_search.py",
+    "python -m infra.bench.scale": "docs/cluster.md",
+    "python -m infra.bench.search": "docs/view.md",
     "python -m infra.examples.tools.make": "tests/test_examples.py",
     "python -m infra.mutants": "tests/test_mutants.py",
     "python -m ratchet": "tests/test_ratchet.py",
@@ -71,8 +72,8 @@ ELSEWHERE = {
     "ratchet view": "tests/flows/viewer/test_viewer.py",
 }
 """Commands that need the real stack, a site, a card, a judge or a person, by their first words, and the test that
-executes them or, for a site and several hosts, what they do. A setting of `ratchet run` is checked here as `ratchet
-check` does."""
+executes them or, for a site and several hosts, what they do; of a bench the page with its figures. A setting of
+`ratchet run` is checked here as `ratchet check` does."""
 
 
 def plain(line: str) -> list[str]:
