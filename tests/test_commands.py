@@ -114,7 +114,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
     driver(open_root(str(folder / "runs")), small_config(), folder / "scratch", run="my-run").drive()
     shutil.rmtree(folder / "scratch")
-    shutil.copy(PROJECT_ROOT / "infra" / "examples" / "demo.toml", folder / "my.toml")
+    demo = (PROJECT_ROOT / "infra" / "examples" / "demo.toml").read_text()
+    long = re.sub(r"^(max_(?:tokens|length|model_len|positions)) = \d+", r"\1 = 2048", demo, flags=re.MULTILINE)
+    (folder / "my.toml").write_text(long.replace("max_tokens = 2048", "max_tokens = 1024"))
     (reward,) = re.findall(r"```python\n(# my_reward.py\n.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
     (folder / "my_reward.py").write_text(reward)
     sample = {"input_ids": [1, 2], "response_tokens": [3, 4], "logprobs": [-1.0, -2.0], "temperature": 1.0}
