@@ -113,9 +113,9 @@ def update(engine, folder, directory, version, **more):
     return arrived
 
 
-def serve(served, folder, which="new", version=10):
+def serve(served, folder, which="new", version=10, **more):
     """Give the engine of `served` the weights of that model."""
-    update(served.engine, folder, vars(served)[which], version)
+    update(served.engine, folder, vars(served)[which], version, **more)
 
 
 def refused(engine, folder, weights, error, match, **more):
