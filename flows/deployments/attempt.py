@@ -58,7 +58,7 @@ _MEMORY = (
     "engine.gpu_memory_utilization and engine.max_num_seqs; none of them changes what the run means. Do it in the "
     "file that the flow run was given and press Retry, or start another flow run with `settings`."
 )
-_CORRECT = "Retry alone cannot help: make that correction, then start again with it or press Retry."
+_CORRECT = "Retry alone cannot help: correct the cause, then start again or press Retry."
 _DAMAGED = "What is stored is damaged: `ratchet verify` names it. Retry does not repair it."
 _REFUSES = "The store refuses: correct permission, space or address first, then press Retry."
 _LOST = (
@@ -75,7 +75,7 @@ _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, 
     (errors.WorkerLost, _LOST, True),
     (errors.NumericsError, _NUMERICS, False),
     (errors.SyncMismatch, _DIFFERS, True),
-    (errors.StageFailed, "Make that correction, then press Retry.", False),
+    (errors.StageFailed, "Correct the cause, then press Retry.", False),
     ((errors.DigestMismatch, errors.PartMissing), _DAMAGED, False),
     (errors.SchemaMismatch, "Continue the run with the version of Ratchet that made it.", False),
 )  # by type of error: the first step, and whether Retry may help without it

@@ -54,7 +54,7 @@ KINDS = {
     ),
     "engine": Kind(
         file("fail-rollout", "WorkerLost|engine 0 died during generate|1"), gone("fail-rollout"),
-        ("engine 0 died", "more often than it is replaced"), Stage.ROLLOUT, ("run.retries=1",),
+        ("engine 0 died", "more often than Ratchet replaces it"), Stage.ROLLOUT, ("run.retries=1",),
     ),
     "storage": Kind(
         in_the_way, gone("runs/a/parts/000001/train"), ("Not a directory", "The store refuses"), Stage.TRAIN

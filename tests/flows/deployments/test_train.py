@@ -80,7 +80,7 @@ KEPT = "Everything that was committed is kept in s3://***@bucket/runs/a; "
         (errors.OutOfMemory("rank 0 failed"), "train", f"{KEPT}once that", "lower train.micro_batch_size"),
         (MemoryError("array"), None, f"{KEPT}once that", "lower train.micro_batch_size"),
         (errors.NumericsError("loss is nan"), "train", f"{KEPT}once that", "learning rate"),
-        (errors.StageFailed("reward"), "reward", f"{KEPT}once that", "Correct what is named"),
+        (errors.StageFailed("reward"), "reward", f"{KEPT}once that", "Correct the cause"),
         (errors.SyncMismatch("w"), "weight-sync", f"{KEPT}Retry goes on", "[sync]"),
         (errors.PartMissing("p"), "train", f"{KEPT}once that", "ratchet verify"),
         (errors.SchemaMismatch("p"), None, f"{KEPT}once that", "with the version of Ratchet"),

@@ -92,8 +92,8 @@ def test_a_backend_of_six_methods_passes(tmp_path):
     [
         ("no condition", "refuses_a_taken_key", "two writers would overwrite each other"),
         ("lost write", "keeps_what_was_written", "not there"),
-        ("torn", "keeps_what_was_written", "differs from what was written"),
-        ("no replacement", "replaces", "read as before"),
+        ("torn", "keeps_what_was_written", "differs from the content that was written"),
+        ("no replacement", "replaces", "read with its former content"),
         ("absence is empty", "tells_absence", "not there succeeds"),
         ("no ages", "tells_ages", "as old as before"),
         ("late listing", "lists_at_once", "folders of another level are listed"),
