@@ -85,9 +85,6 @@ class AgentsBench(BaseModel):
     """Processor time of the processes of the harness for each answer, in ms: on CPU they compete with the engine."""
     engine_ratio: float
     """Processor time of vLLM alone by that of the engine behind the endpoint."""
-    ratio_without_harness: float
-    """Processor time of vLLM alone by that of the engine and the endpoint together. No rate was measured so: an
-    estimate of `ratio` where only those two take the engine's cores, and the harness runs elsewhere."""
     prefix_cache_hits: float
     """Share of the full blocks of earlier turns that the engine took from its prefix cache."""
 
@@ -271,6 +268,5 @@ def _result(device: Device, size: _Size, rounds: Sequence[tuple[_Round, Took]]) 
         endpoint_ms=median(1000 * ours.endpoint_s / answers for ours, _ in rounds),
         harness_ms=median(1000 * ours.harness_s / answers for ours, _ in rounds),
         engine_ratio=median(bare.processor_s / ours.engine_s for ours, bare in rounds),
-        ratio_without_harness=median(bare.processor_s / (ours.engine_s + ours.endpoint_s) for ours, bare in rounds),
         prefix_cache_hits=median(ours.hits for ours, _ in rounds),
     )
