@@ -179,7 +179,7 @@ AHEAD = (
         _LOOP,
     ),
     Mutant(
-        "responses-in-flight-begin-anew",
+        "open-responses-start-over",
         "a response that the rollout before has left is sampled from its first token",
         "tasks/stages/in_flight.py",
         "growth.begun(place, [one.begun for _, _, one in piece.rows])",

@@ -34,8 +34,8 @@ _DIGEST = re.compile(rf"-([0-9a-f]{{{DIGEST_CHARACTERS}}})(\.[^./]*)?$")
 _PART = re.compile(rf"{_RUN}/parts/[0-9]{{6,}}/{_STAGE}/(?P<name>.+)", re.DOTALL)
 
 METRICS = "metrics.csv"
-WARMUP = "warmup.csv"
 """Name of the table of all iterations among the derived files."""
+WARMUP = "warmup.csv"
 EVENTS = "tensorboard/events.out.tfevents.0000000000.ratchet"
 """Name of the same table as TensorBoard reads it: a folder for itself, and what its files are called."""
 TEMPORARY_PREFIX = ".tmp-"

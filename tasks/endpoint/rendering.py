@@ -28,7 +28,8 @@ class HistoryRenderer:
         the template does not keep what was before, or a text lacks the stop token that was sampled. `opened` as in
         `Renderer.after`."""
         if new[0]["role"]:
-            return self._chat.following(before, new, tools, last, opened)
+            found = self._chat.after(before, new, tools, last, opened)
+            return found if found.kept else None
         text, stop = new[0]["content"], ""
         if last in self._codec.stop_tokens:
             (stop,) = self._codec.visible([last])

@@ -39,19 +39,6 @@ class Renderer:
             raise InputError("the model has no chat template that could show it tools: describe them in a message")
         return codec.opened(codec.encode(_plain(messages)))
 
-    def following(
-        self,
-        before: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Message] = (),
-        last: int | None = None,
-        opened: str | None = None,
-    ) -> Following | None:
-        """Rendering of `new` messages up to the next answer, as `after`; None if the template does not keep what was
-        before, so that a new segment must begin with `first` of all messages."""
-        found = self.after(before, new, tools, last, opened)
-        return found if found.kept else None
-
     def after(
         self,
         before: Sequence[Message],

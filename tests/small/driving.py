@@ -15,6 +15,7 @@ from flows.views.progress import Progress
 from storage import kill_points, layout
 from storage.backends.root import Root
 from storage.kill_points import Point
+from storage.manifest import need
 from storage.ownership.lease import Lease, unlock
 from storage.ownership.process import this_process
 from storage.write_behind import WriteBehind
@@ -26,6 +27,12 @@ from tests.small.here import WorkersHere
 
 RUN = "small"
 Done = tuple[int, Stage, bool]
+
+
+def digests(root: Root, iterations: int) -> list[str]:
+    """Identities of all rollouts, rewards and train states."""
+    stages = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
+    return [need(root, RUN, number, stage).digest for number in range(1, iterations + 1) for stage in stages]
 
 
 @dataclass

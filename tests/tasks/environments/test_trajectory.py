@@ -80,8 +80,8 @@ def test_only_new_messages_are_rendered_and_the_whole_text_is_that_of_the_templa
     sampled = chat_codec.encode("is t") + chat_codec.encode("wo") + [END] * ended  # not as the tokenizer cuts it
     assert sampled[: -1 if ended else None] != chat_codec.encode("is two")
     first = renderer.first([USER])
-    more = renderer.following([USER, SAID], [MORE], last=sampled[-1])
-    assert more is not None
+    more = renderer.after([USER, SAID], [MORE], last=sampled[-1])
+    assert more.kept
     before, after = "<|begin|><|user|>one and one<|end|>", "<|user|>and three<|end|>"
     assert chat_codec.backend.decode([[*first, *sampled, *more.tokens]]) == [
         f"{before}\n<|assistant|>is two<|end|>\n{after}\n<|assistant|>"
@@ -102,10 +102,9 @@ def test_a_template_that_changes_what_was_said_before_asks_for_a_new_segment(tmp
     folder = chat_model(tmp_path, template=TEMPLATE.replace("message['content']", "message['content'].split('#')[-1]"))
     codec = TextCodec.from_directory(folder, [END])
     thought = {"role": "assistant", "content": "hm#two"}
-    assert Renderer(codec).following([USER, thought], [MORE], last=END) is None
-    assert Renderer(codec).after([USER, thought], [MORE], last=END).tokens == (
-        Renderer(codec).after([USER, SAID], [MORE], last=END).tokens
-    )
+    found = Renderer(codec).after([USER, thought], [MORE], last=END)
+    assert not found.kept
+    assert found.tokens == Renderer(codec).after([USER, SAID], [MORE], last=END).tokens
 
 
 def test_a_conversation_whose_template_changes_earlier_turns_is_marked_and_keeps_what_was_sampled(tmp_path):

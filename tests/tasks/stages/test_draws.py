@@ -17,7 +17,7 @@ from tasks.rewards.scoring import useful_groups
 from tasks.stages.draws import further
 from tasks.stages.names import Stage
 from tests.small.config import SAMPLES, small_config
-from tests.small.driving import RUN, Killed, driver, killing, reach
+from tests.small.driving import RUN, Killed, digests, driver, killing, reach
 
 ITERATIONS, MOST = 3, 16
 GROUPS = 3  # useful ones, of which each draw is to give as many as lack
@@ -83,14 +83,6 @@ def rewards(root, iteration):
     return read_table(root, need(root, RUN, iteration, Stage.REWARD), REWARD)
 
 
-def digests(root):
-    return [
-        need(root, RUN, iteration, stage).digest
-        for iteration in range(1, ITERATIONS + 1)
-        for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
-    ]
-
-
 def test_prompts_are_drawn_until_enough_groups_have_a_spread_and_the_next_rollout_goes_on_behind_them(tmp_path):
     root = open_root(str(tmp_path / "root"))
     driver(root, config(), tmp_path / "scratch").drive()
@@ -123,7 +115,7 @@ def test_a_run_that_is_killed_anywhere_draws_and_learns_the_same(tmp_path, seed,
     calm, wild = (open_root(str(tmp_path / name)) for name in ("calm", "wild"))
     driver(calm, given, tmp_path / "scratch").drive()
     assert reach(wild, given, tmp_path / "processes", random.Random(seed)) > 1
-    assert digests(wild) == digests(calm)
+    assert digests(wild, ITERATIONS) == digests(calm, ITERATIONS)
     assert verify(wild, RUN).sound
     drawn = np.concatenate([positions(wild, one)[::SAMPLES] for one in rollouts(wild)])
     assert drawn.tolist() == [*range(len(drawn))]

@@ -17,7 +17,7 @@ from tasks.config.stored import ConfigRecord, forked_config
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import IN_FLIGHT
 from tests.small.config import SAMPLES, small_config
-from tests.small.driving import RUN, driver, reach
+from tests.small.driving import RUN, digests, driver, reach
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallEngine
 
@@ -52,14 +52,6 @@ def left(root, manifest):
         (row["position"], row["sample_id"]): row
         for row in read_parts(root, [manifest.part(IN_FLIGHT)], ROLLOUT).to_pylist()
     }
-
-
-def digests(root):
-    return [
-        need(root, RUN, iteration, stage).digest
-        for iteration in range(1, ITERATIONS + 1)
-        for stage in (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
-    ]
 
 
 def test_each_draw_is_trained_on_once_or_left_out_or_in_flight(calm):
@@ -131,7 +123,7 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(calm, tmp_path, see
     root, asked = open_root(str(tmp_path / "root")), []
     killed = reach(root, config(), tmp_path / "processes", random.Random(seed), noting(root, asked), 24)
     assert killed >= 20
-    assert digests(root) == digests(calm)
+    assert digests(root, ITERATIONS) == digests(calm, ITERATIONS)
     assert draws(root) == draws(calm)
     assert verify(root, RUN).sound
     assert any(stored for _, _, stored, _ in asked)
