@@ -3,7 +3,7 @@
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from types import TracebackType
@@ -39,6 +39,7 @@ class WriteBehind:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
+        self._named: dict[Hashable, Future[None]] = {}
         self._adding = threading.Lock()
         self._dropped = threading.Event()
         self._again: Again = never_again
@@ -69,23 +70,25 @@ class WriteBehind:
         """Ask `again` about each job that fails from now on. Such a job must be repeatable, as storing is."""
         self._again = again
 
-    def add(self, job: Callable[[], object]) -> Future[None]:
+    def add(self, job: Callable[[], object], name: Hashable = None) -> Future[None]:
         """Do `job` after everything that was added before; raises as `idle`. The future is done when the job is, has
-        its error, or is cancelled if the job was dropped."""
+        its error, or is cancelled if the job was dropped. `settle` may wait for the job by its name."""
         with self._adding:
             if self.idle and self._thread is None:
                 # a daemon: an upload that an interrupt leaves behind does not keep the process alive
                 self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
                 self._thread.start()
             self._last = added = Future[None]()
+            self._named = {known: one for known, one in self._named.items() if not one.done()} | {name: added}
             self._jobs.put((job, added))
             return added
 
     @meter.measured()  # waiting here is waiting for storage
-    def settle(self) -> None:
-        """Wait until every job is done; raises as `idle`."""
-        if self._last is not None:
-            self._last.result()
+    def settle(self, name: Hashable = None) -> None:
+        """Wait until every job is done, or only those up to the job of that name if it is on its way; raises as
+        `idle`."""
+        if (last := self._last if name is None else self._named.get(name)) is not None:
+            last.result()
 
     def _finish(self, error: Exception | None) -> None:
         try:

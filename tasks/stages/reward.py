@@ -50,8 +50,8 @@ def _played(work: Work, rollouts: Rollouts) -> Scores:
 
 def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:
     """Sources of the functions, and those that have changed since the previous iteration, which is reported."""
-    if work.context.beside:
-        work.context.outbox.settle()  # the rewards before these may not be published yet
+    # they may not be published yet; a train state that was added since takes longer, and is not waited for
+    work.context.outbox.settle((work.iteration - 1, Stage.REWARD))
     earlier = work.context.find(work.iteration - 1, Stage.REWARD) if work.iteration > 1 else None
     before = earlier.facts.get(SOURCE) if earlier is not None else None
     known = before if isinstance(before, dict) else {}

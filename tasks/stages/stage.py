@@ -104,7 +104,8 @@ class StageFunction[**P, V: View]:
         publish = partial(_publish, writer, manifest, output.store, context.fence)
         pending = output.store is not None or not context.outbox.idle
         if pending:
-            context.page.storing(writer.iteration, self.stage, context.outbox.add(publish))
+            published = context.outbox.add(publish, (writer.iteration, self.stage))
+            context.page.storing(writer.iteration, self.stage, published)
         else:
             manifest = publish()
         if output.identified is not None:

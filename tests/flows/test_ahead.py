@@ -1,10 +1,12 @@
 """Rollouts beside a training: the setting is part of the run's meaning; reruns and forks keep the order of draws."""
 
+import time
 from pathlib import Path
 
 import pytest
 
 from flows.driving import rerun
+from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
@@ -45,6 +47,42 @@ def test_a_rollout_is_sampled_by_weights_as_many_updates_older(root, tmp_path, a
     assert [one.facts["cursor"] for one in rollouts(root)] == [PROMPTS, 2 * PROMPTS, 3 * PROMPTS]
     assert len(done) == len(set(done)) == 19
     assert not any(reused for *_, reused in done)
+
+
+WAITS = """
+import time
+from pathlib import Path
+
+def score(record, response):
+    while Path({hold!r}).exists() and not Path({go!r}).exists():
+        time.sleep(0.01)
+    return 1.0
+"""
+
+
+def test_rewards_beside_a_training_do_not_wait_for_the_storing_of_its_state(root, tmp_path):
+    hold, go, ended = tmp_path / "hold", tmp_path / "go", []
+    (tmp_path / "waits.py").write_text(WAITS.format(hold=str(hold), go=str(go)))
+
+    def at(_context, point, key):
+        place = layout.place_of(key)
+        if (point, place) == (Point.STARTED, (3, Stage.ROLLOUT)):
+            hold.touch()
+        elif (point, place) == (Point.UPLOAD, (2, Stage.TRAIN)):  # the outbox stores the state of iteration 2
+            go.touch()
+            ended.append(within(20, lambda: (3, Stage.REWARD, False) in process.done))
+
+    settings = ["run.iterations=3", "rollout.ahead=1", f"reward.function={tmp_path / 'waits.py'}:score"]
+    process = driver(root, small_config(settings), tmp_path / "scratch", at=at)
+    process.drive()
+    assert ended == [True]
+
+
+def within(seconds: float, true) -> bool:
+    until = time.monotonic() + seconds
+    while not true() and time.monotonic() < until:
+        time.sleep(0.01)
+    return true()
 
 
 @pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0), (1, 2)])

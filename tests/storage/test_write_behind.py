@@ -177,3 +177,15 @@ with WriteBehind(linger=0.1) as outbox:
 def test_an_upload_that_was_left_behind_does_not_keep_the_process():
     ended = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=60, check=False)
     assert "KeyboardInterrupt" in ended.stderr
+
+
+def test_a_caller_waits_for_one_job_and_not_for_those_behind_it():
+    done, go = [], threading.Event()
+    with WriteBehind() as outbox:
+        outbox.add(lambda: done.append("rewards"), (1, "reward"))
+        outbox.add(go.wait, (1, "train"))
+        outbox.settle((1, "reward"))
+        outbox.settle((0, "reward"))
+        assert done == ["rewards"]
+        assert not outbox.idle
+        go.set()
