@@ -13,8 +13,8 @@ PAGES = (
         "page-green-before-stored",
         "an iteration is green while its state is on its way",
         "tasks/stages/stage.py",
-        "            context.page.storing(writer.iteration, self.stage, context.outbox.add(publish))\n",
-        "            context.outbox.add(publish)\n",
+        "            context.page.storing(writer.iteration, self.stage, published)\n",
+        "",
         _SUBFLOWS,
     ),
     Mutant(
