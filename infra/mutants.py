@@ -39,6 +39,7 @@ from infra.mutants_origins import ORIGINS
 from infra.mutants_own_engine import OWN_ENGINE
 from infra.mutants_pages import PAGES
 from infra.mutants_plan import PLAN
+from infra.mutants_quantized import QUANTIZED
 from infra.mutants_responses import RESPONSES
 from infra.mutants_retrain import RETRAIN
 from infra.mutants_revisions import REVISIONS
@@ -86,6 +87,7 @@ MUTANTS = (
     *JUDGE,
     *PAGES,
     *PLAN,
+    *QUANTIZED,
     *RESPONSES,
     *RETRAIN,
     *REVISIONS,

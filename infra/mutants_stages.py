@@ -53,8 +53,8 @@ STAGES = (
         "piece-of-other-weights",
         "a piece of a rollout is adopted whatever weights made it",
         "tasks/stages/rollout.py",
-        "return [self.served.digest, self.work.config.engine.precision, *self.sources.values()]",
-        "return [self.work.config.engine.precision, *self.sources.values()]",
+        "return [self.served.digest, self.work.config.engine.numbers, *self.sources.values()]",
+        "return [self.work.config.engine.numbers, *self.sources.values()]",
         _FAULTS,
     ),
     Mutant(

@@ -30,7 +30,7 @@ from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, TEACHER_MODEL, stored_codec
 from tasks.stages.views import Prepared
-from tasks.workers.peers import card_bytes
+from tasks.workers.peers import card_bytes, have_fp8
 from tasks.workers.placement import placement, transport
 from tasks.workers.room import check_room
 from trainer_core.config import Device
@@ -154,6 +154,7 @@ def _call_stored(reward: str, _: tuple[str | None, ...], stored: Keyed[tuple[Roo
 
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
+    _check_cards(config)
     if config.environment is not None:
         check_environment(config)
     elif config.scores:
@@ -257,6 +258,13 @@ def _check_updates(config: RunConfig) -> None:
     }
     if found := next((why for why, holds in refused.items() if holds), None):
         raise InputError(f'{alone} does not work with {found}, or set rollout.updates to "between"')
+
+
+def _check_cards(config: RunConfig) -> None:
+    settings, wanted = Settings.from_environment(), config.engine.quantization
+    if config.retrain is None and wanted and settings.local and have_fp8(len(settings.gpus)) is False:
+        fact = f'engine.quantization = "{wanted}" takes cards with FP8 units (compute capability 8.9 or more)'
+        raise InputError(f"{fact}, which some of the visible ones lack: leave it out, or choose other cards")
 
 
 def _check_room(config: RunConfig, device: Device, parameters: Callable[[], tuple[int, ...]]) -> None:

@@ -250,6 +250,8 @@ def _example_of(table: Table) -> Iterator[str]:
 
 def _form(kind: str) -> str:
     first = kind.partition(" or ")[0].partition(",")[0]
+    if first.startswith('"'):  # a choice
+        return first
     return "[...]" if first.startswith("list") else _FORMS[first]
 
 

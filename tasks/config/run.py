@@ -118,6 +118,10 @@ class EngineSection(Section):
     """Key-value cache of a card, MiB. By default what `gpu_memory_utilization` leaves; on CPU 128."""
     precision: Annotated[Precision, _SAMPLES] = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
+    # runs without one do not have the key in their meaning
+    quantization: Annotated[Literal["fp8"] | None, _SAMPLES] = Field(default=None, exclude_if=operator.not_)
+    """`fp8`: compute linear layers with FP8 numbers, made of the trained weights at each sync. Only on cards with FP8
+    units, with dense models and `precision = "bf16"`. It decides what is sampled: only a fork may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
     effect on CPU."""
@@ -139,6 +143,20 @@ class EngineSection(Section):
     source: Annotated[str, _SAMPLES] = Field(default="", exclude_if=operator.not_)
     """Digest of the source of `function`, which is filled in when a configuration is read: another source is another
     run. If it is given, the source must have it."""
+
+    @property
+    def numbers(self) -> str:
+        """Name of the numbers that the engines compute with, which decide what they sample."""
+        return self.quantization or self.precision
+
+    @model_validator(mode="after")
+    def _quantized_from_bf16(self) -> "EngineSection":
+        if self.quantization is not None and self.precision != "bf16":
+            raise ValueError(
+                f'quantization = "{self.quantization}" is computed beside bf16, and precision is "{self.precision}": '
+                'set engine.precision = "bf16"'
+            )
+        return self
 
 
 class WorkersSection(Section):
@@ -347,6 +365,7 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     ),
     Unused("engine.own_process", _split),
     Unused("engine.tensor", _because(_ONE_PROCESS, lambda c: c.engine.function is not None)),
+    Unused("engine.quantization", _because("engine.function", lambda c: c.engine.function is not None)),
     Unused("engine.source", _because("engine.function not given", lambda c: c.engine.function is None)),
     *(
         Unused(f"model.{name}", _because("model.generate", lambda c: c.model.generate is not None))

@@ -50,6 +50,9 @@ class EngineSpec(Frozen):
     """Hugging Face directory: architecture, and the weights it starts with."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: kernels read the weights of linear layers as FP8 numbers with a scale of each row, and their inputs become
+    FP8 numbers with a scale of each token. Only on CUDA, with `bfloat16`."""
     max_model_len: int = Field(ge=2)
     """Longest sequence, prompt and response together, in tokens."""
     max_num_seqs: int = Field(default=512, ge=1)
@@ -144,6 +147,8 @@ class Arrived(Frozen):
     """Tensors that were found again in the live parameters, over all workers."""
     bytes: int
     """Bytes read, by one worker."""
+    quantized: str | None = None
+    """Digest of the FP8 numbers and scales that kernels read, over all workers; None if there are none."""
     seconds: dict[str, float]
     """Time by what it was spent on, of the slowest worker: wait, load, digest, finish."""
 

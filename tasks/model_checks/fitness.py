@@ -65,6 +65,8 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     if config.retrain is None and heads % parts:
         fact = f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}"
         raise InputError(f"{fact}: choose a smaller one")
+    if config.retrain is None and config.engine.quantization is not None:
+        _check_quantization(config.engine.quantization, facts, device, where)
     if unused := without_effect(config.train, _without_experts(facts), "train."):
         raise InputError(f"{where}: {'; '.join(unused)}")
     architectures.check_head_size(facts, device, where)
@@ -74,6 +76,16 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     for name, length in lengths.items():
         if length > context:
             raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
+
+
+def _check_quantization(wanted: str, facts: Facts, device: Device, where: str) -> None:
+    given = f'engine.quantization = "{wanted}"'
+    if device == "cpu":
+        fact = f"{given} takes a card with FP8 units, and this run computes on CPU"
+        raise InputError(f'{fact}: leave it out, or set device.kind = "cuda" where there is such a card')
+    if (architecture := architecture_of(facts, where)) not in LLAMA_LIKE:
+        fact = f"{given} is proven for {', '.join(sorted(LLAMA_LIKE))}, and {where} is {architecture}"
+        raise InputError(f"{fact}: leave it out")
 
 
 def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:

@@ -86,7 +86,7 @@ def _played(
     """The same of conversations with the environment of these `sources`, and their scores."""
     engines, count = ensure_served(work.context, prepared, served), table.num_rows
     worlds = [sample_seed(0, row, HELD_OUT_WORLD) for row in range(count)]  # the same in every run
-    name = value_digest([served.digest, work.config.engine.precision, *sources.values()])[:16]
+    name = value_digest([served.digest, work.config.engine.numbers, *sources.values()])[:16]
     tasks, greedy = tasks_of(table, [0] * count, [0] * count, worlds), _greedy(work, prepared)
     version = served.weight_version
     responses, ends, kept = played_once(work.context, work.writer, name, engines, version, prepared, tasks, greedy)

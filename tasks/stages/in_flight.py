@@ -238,7 +238,7 @@ class Flight:
     def _name(self, groups: Sequence[GroupInFlight], number: int, limit: int) -> str:
         """The round and the groups of a piece, and a digest of everything else that decides its samples."""
         places = [[one.position, one.again] for one in groups]
-        stamp = value_digest([self.served.digest, self.before.digest, self.work.config.engine.precision, limit, places])
+        stamp = value_digest([self.served.digest, self.before.digest, self.work.config.engine.numbers, limit, places])
         return f"{number:04d}-{groups[0].position:06d}-{stamp[:16]}"
 
     def _keep(self, name: str, piece: _Piece, table: pa.Table) -> pa.Table:

@@ -24,13 +24,13 @@ class Difference(NamedTuple):
     largest: float
 
 
-_LIMITS = {"fp32": Difference(1e-3, 5e-3), "bf16": Difference(3e-2, 1e-1)}
+_LIMITS = {"fp32": Difference(1e-3, 5e-3), "bf16": Difference(3e-2, 1e-1), "fp8": Difference(0.2, 1.4)}
 
 
 def limits(config: RunConfig) -> Difference:
     """The configured limits, or by default at least three times the difference measured in the coarser precision."""
-    coarse = "bf16" if "bf16" in (config.engine.precision, config.train.precision) else "fp32"
-    section, usual = config.sync, _LIMITS[coarse]
+    used = (config.engine.numbers, config.train.precision)
+    section, usual = config.sync, next(_LIMITS[numbers] for numbers in ("fp8", "bf16", "fp32") if numbers in used)
     mean = usual.mean if section.max_mean_difference is None else section.max_mean_difference
     return Difference(mean, usual.largest if section.max_difference is None else section.max_difference)
 

@@ -1,7 +1,7 @@
 """Proof of a weight update, which the driving process demands before any engine serves it."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import Arrived, weights_digest
@@ -56,6 +56,9 @@ def proven(
         if one.landed != landed:
             fact = f"engine {number} has found {one.landed} tensors again in its parameters, another one {landed}"
             raise SyncMismatch(f"{fact}, though their models are the same. {_AGAIN}")
+    if len(made := {one.quantized for one in arrived.values()}) > 1:
+        fact = f"engines have made different FP8 numbers of the same weights: {_shown(map(str, made))}"
+        raise SyncMismatch(f"{fact}. {_AGAIN}")
     found = weights_digest(digests)
     if expected not in (None, found):
         raise SyncMismatch(
@@ -87,7 +90,7 @@ def _check_names(wanted: Collection[str], found: Collection[str], was: str, beca
         raise SyncMismatch(f"tensors of the weight update differ: {'; '.join(parts)}. {_AGAIN}")
 
 
-def _shown(names: Collection[str]) -> str:
+def _shown(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return f"{', '.join(ordered[:_SHOWN])}{more}"

@@ -187,7 +187,7 @@ class _Sampler:
     @property
     def decides(self) -> list[JsonValue]:
         """Values that decide the samples and may change between two starts."""
-        return [self.served.digest, self.work.config.engine.precision, *self.sources.values()]
+        return [self.served.digest, self.work.config.engine.numbers, *self.sources.values()]
 
     @cached_property
     def sources(self) -> dict[str, str]:

@@ -38,6 +38,7 @@ class Delivery:
     digests: dict[str, str]  # `tensor_digest` of each weight by name
     bytes: int
     landed: int  # tensors that each engine has found again in its live parameters
+    quantized: str | None  # digest of the FP8 numbers and scales that the kernels of each engine read
     exchanges: int  # exchanges of metadata between trainer ranks
     seconds: dict[str, float]
     """Time by step: plan, prepare, send, verify, commit; the last three together are `pause`; by what ranks and engines
@@ -150,6 +151,7 @@ class _Update:
             digests=digests,
             bytes=plan.nbytes,
             landed=min(one.landed for one in arrived.values()),
+            quantized=next(iter(arrived.values())).quantized,
             exchanges=max(one.exchanges for one in planned),
             seconds={
                 **clock.seconds,

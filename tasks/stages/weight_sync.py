@@ -32,7 +32,11 @@ def weight_sync(work: Work, prepared: Prepared, trained: Trained) -> StageOutput
     agreement = probe.after(group, before, delivery.weights_digest)
     given_up.append(release(context, group))
     return StageOutput(
-        facts={"weight_version": version, "weights_digest": delivery.weights_digest},
+        facts={
+            "weight_version": version,
+            "weights_digest": delivery.weights_digest,
+            **({} if delivery.quantized is None else {"quantized_digest": delivery.quantized}),
+        },
         metrics={
             **delivery.metrics(),
             "probe_s": probe.seconds,

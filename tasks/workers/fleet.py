@@ -239,6 +239,7 @@ class Fleet:
             {
                 "model_dir": str(model_dir),
                 "dtype": _DTYPES[section.precision],
+                "quantization": section.quantization,
                 "max_model_len": section.max_model_len,
                 "max_num_seqs": section.max_num_seqs,
                 "kv_cache_bytes": None if section.kv_cache_mib is None else section.kv_cache_mib << 20,

@@ -7,6 +7,8 @@ from functools import lru_cache
 from typing import Any
 
 _DRIVER = "libcuda.so.1"
+_CAPABILITY = (75, 76)  # attributes of a device: major and minor number of its compute capability
+_WITH_FP8 = (8, 9)  # Ada; Hopper is 9.0
 
 
 @lru_cache
@@ -43,6 +45,29 @@ def least(driver: Any, cards: int) -> int | None:
     sizes = [ctypes.c_size_t(0) for _ in range(cards)]
     failed = [driver.cuDeviceTotalMem_v2(ctypes.byref(size), _device(driver, card)) for card, size in enumerate(sizes)]
     return None if any(failed) else min(size.value for size in sizes)
+
+
+@lru_cache
+def have_fp8(cards: int) -> bool | None:
+    """True if each of the first `cards` visible cards has FP8 units; None if there is no driver to ask."""
+    try:
+        return all_have_fp8(ctypes.CDLL(_DRIVER), cards)
+    except OSError:
+        return None
+
+
+def all_have_fp8(driver: Any, cards: int) -> bool | None:
+    """Answer of `driver` to `have_fp8`."""
+    if driver.cuInit(0):
+        return None
+    return all(_capability(driver, _device(driver, card)) >= _WITH_FP8 for card in range(cards))
+
+
+def _capability(driver: Any, device: ctypes.c_int) -> tuple[int, ...]:
+    found = [ctypes.c_int(0) for _ in _CAPABILITY]
+    for number, attribute in zip(found, _CAPABILITY, strict=True):
+        driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+    return tuple(number.value for number in found)
 
 
 def _device(driver: Any, place: int) -> ctypes.c_int:

@@ -192,6 +192,15 @@ SETTINGS = {
     ),
     "a key let pass without need": (["model.accept=['hidden_act']"], ["model.accept names hidden_act", "leave it out"]),
     "heads of an engine": (["engine.tensor=4"], ["attention heads", "(2) cannot be divided by engine.tensor = 4"]),
+    "fp8 on CPU": (
+        ["engine.quantization=fp8", "engine.precision=bf16"],
+        ['engine.quantization = "fp8" takes a card with FP8 units', "computes on CPU: leave it out"],
+    ),
+    "fp8 of fp32": (
+        ["engine.quantization=fp8"],
+        ['quantization = "fp8" is computed beside bf16', 'set engine.precision = "bf16"'],
+    ),
+    "another quantization": (["engine.quantization=int4"], ["engine.quantization", "'fp8'"]),
     "head size": (
         ["model={generate={hidden=64,heads=4,head_dim=16}}"],
         ["model.generate has heads of 16 (head_dim)", "[32, 64,"],

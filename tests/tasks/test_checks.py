@@ -200,6 +200,13 @@ def test_settings_of_experts_need_a_model_that_has_them(tmp_path, setting, model
             check_fit(config, facts, "cpu", "the model")
 
 
+def test_models_whose_layout_is_not_proven_are_not_quantized(tmp_path):
+    config = config_with(tmp_path, "engine.quantization=fp8", "engine.precision=bf16")
+    check_fit(config, model_facts(config), "cuda", "the model")
+    with pytest.raises(InputError, match=r'"fp8" is proven for .*, and the model is Qwen3MoeForCausalLM'):
+        check_fit(config, {**model_facts(config), **EXPERTS}, "cuda", "the model")
+
+
 def test_a_mistral_that_says_nothing_has_the_window_of_transformers(tmp_path):
     config = config_with(tmp_path)
     facts = {**model_facts(config), "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}

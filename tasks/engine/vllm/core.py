@@ -194,6 +194,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "generation_config": "vllm",  # a model's own sampling defaults must not change ours
         "dtype": spec.dtype,
+        "quantization": {"fp8": "fp8_per_channel", None: None}[spec.quantization],
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": max(_MAX_STEP_TOKENS, spec.max_model_len, spec.max_num_seqs),

@@ -185,9 +185,11 @@ def loaded_parameters(layers: Layers) -> Iterator[str]:
 
 
 def loadable_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters as they are before vLLM's post-processing, which may empty or repack them."""
+    """A module's own parameters as they are before vLLM's post-processing, which may empty or repack them, or make
+    scales of them."""
     recorded, _ = get_layerwise_info(layer).restore_metadata
-    return {name: recorded.get(name, tensor) for name, tensor in own_parameters(layer).items()}
+    own = own_parameters(layer).items()
+    return {name: recorded.get(name, tensor) for name, tensor in own if name in recorded or name != "weight_scale"}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.vllm.copies import PlannedCopies
 from tasks.engine.vllm.landing import Landing, named_layers
+from tasks.engine.vllm.quantized import Fp8Layers
 from tasks.engine.vllm.survey import Survey, addresses, found, named_digests, parts_in, processing
 from trainer_core.weights.digest import BegunDigests
 from trainer_core.weights.packing import views
@@ -75,6 +76,11 @@ class Lane(Protocol):
         """
         ...
 
+    def quantized(self) -> dict[str, str]:
+        """Digest of all that kernels read as FP8 numbers and scales, by name; after `finish`. Raises SyncMismatch: they
+        were not made from the update's weights."""
+        ...
+
     def abandon(self) -> None:
         """Leave the model in a state in which the next update can begin."""
         ...
@@ -116,6 +122,10 @@ class InPlace:
             raise SyncMismatch(f"loading moved the parameter {names[0]}: CUDA graphs would go on reading the old one")
         return {} if self._begun is None else dict(zip(self._parts, self._begun.read(), strict=True))
 
+    def quantized(self) -> dict[str, str]:
+        """See `Lane.quantized`: kernels read the weights themselves."""
+        return {}
+
     def abandon(self) -> None:
         """See `Lane.abandon`: the next update writes over everything."""
 
@@ -153,8 +163,10 @@ class LayerWise:
             if name in self._landing.places:
                 self._names.setdefault(survey.layers[self._landing.places[name].layer], []).append(name)
         self._observed: list[QuantizeMethodBase] = []
+        self._fp8 = Fp8Layers(survey.layers)
 
     def begin(self) -> None:
+        self._fp8.begin()
         for layer in self._names:
             if method := processing(layer):
                 self._observe(method)
@@ -174,6 +186,9 @@ class LayerWise:
     def landed(self) -> dict[str, str]:
         return self._landed
 
+    def quantized(self) -> dict[str, str]:
+        return self._fp8.check()
+
     def abandon(self) -> None:
         """See `Lane.abandon`: half-filled layers would count as filled in the next update."""
         self._close()
@@ -184,6 +199,7 @@ class LayerWise:
         def look_and_process(layer: torch.nn.Module) -> None:
             names = self._names.get(layer, [])
             self._landed |= named_digests(parts_in(dict.fromkeys(names, layer), self._landing))
+            self._fp8.expect(layer)
             process(layer)
 
         self._observed.append(method)

@@ -20,6 +20,7 @@ from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.vllm import inside  # noqa: F401 - prepares the process of a worker
 from tasks.engine.vllm.landing import landing_of, named_layers
 from tasks.engine.vllm.loading import lane_of
+from tasks.engine.vllm.quantized import Fp8Layers
 from tasks.engine.vllm.survey import Survey, found
 from tasks.engine.vllm.update import Report, Update
 from trainer_core.collector import paused
@@ -83,14 +84,15 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
 
     def changed(self) -> dict[str, str]:
         """Tensors of which this worker holds something else now than after the last update, by name, with the digest of
-        that. Seen only where kernels use parameters as they were loaded.
+        that. Seen only where kernels use parameters as they were loaded, or as FP8 numbers and scales.
         """
-        expected = {} if self.report is None else self.report.parts
+        expected = {} if self.report is None else self.report.parts | self.report.quantized
         layers = named_layers(self.model) if expected else {}
         landing = landing_of(layers)
-        if landing is None:
+        if self.report is None or landing is None:
             return {}
-        return {name: digest for name, digest in found(layers, landing, expected).items() if digest != expected[name]}
+        held = found(layers, landing, self.report.parts) | Fp8Layers(layers).held()
+        return {name: digest for name, digest in held.items() if digest != expected[name]}
 
     def start_weight_update(self) -> None:
         """See vLLM."""
@@ -159,7 +161,7 @@ class WorkerExtension:
             return json.dumps({"refused": str(refusal), "written": transfer.written})
         worker.finish_weight_update()
         report = cast(Report, transfer.report)
-        told = {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds")}
+        told = {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds", "quantized")}
         return json.dumps(told | {"written": True})
 
     def changed_tensors(self) -> dict[str, str]:

@@ -117,7 +117,7 @@ def _used_as_loaded(layer: torch.nn.Module) -> bool:
     """True if kernels on a card use a layer's parameters in the form and place in which loaders fill them."""
     live = own_parameters(layer)
     recorded = loadable_parameters(layer) if live else {}
-    if any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
+    if live.keys() != recorded.keys() or any(recorded[name].shape != tensor.shape for name, tensor in live.items()):
         return False
     method = processing(layer)
     if method is None:

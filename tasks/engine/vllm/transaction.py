@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from storage.digest import value_digest
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import Arrived, weights_digest
 from trainer_core.weights.channel import Channel
@@ -42,6 +43,7 @@ class Transaction:
             digests=first["digests"],
             landed=sum(answer["landed"] for answer in answers),
             bytes=first["bytes"],
+            quantized=value_digest(made) if any(made := [answer["quantized"] for answer in answers]) else None,
             seconds=max((answer["seconds"] for answer in answers), key=lambda seconds: sum(seconds.values())),
         )
         return self.arrived

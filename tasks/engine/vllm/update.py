@@ -35,6 +35,8 @@ class Report:
     seconds: dict[str, float]  # time by what it was spent on
     parts: dict[str, str]
     """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
+    quantized: dict[str, str]
+    """Digest of all that kernels read as FP8 numbers and scales, by name."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,9 @@ class Update:
             self._lane.look()
             self._read(begun)  # while a card looks
             self._check_landed(loaded, self._lane.landed())
+            quantized = self._lane.quantized()
         parts = {} if self._lane.keeps_views else self._expected
-        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts)
+        return Report(self._digests, len(self._expected), self._plan.nbytes, self._seconds, parts, quantized)
 
     def _arriving(self, receiver: Receiver, first: torch.Tensor) -> Arriving:
         """Contents of each bucket, valid until the next one arrives."""

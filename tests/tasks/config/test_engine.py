@@ -40,13 +40,30 @@ def test_vllm_s_runs_have_the_meaning_without_it(tmp_path):
     ("given", "said"),
     [
         ("engine.tensor=2", "engine.tensor has no effect with engine.function, whose engine is one process"),
+        (
+            ["engine.quantization=fp8", "engine.precision=bf16"],
+            "engine.quantization has no effect with engine.function",
+        ),
         ("engine.function=absent", "engine.function 'absent' is unknown: installed are none"),
         ("engine.function=absent.py:Mine", "there is no file absent.py"),
     ],
 )
 def test_what_cannot_be_is_refused(file, given, said):
     with pytest.raises(InputError, match=said):
-        load_config(str(file), [given])
+        load_config(str(file), [given] if isinstance(given, str) else given)
+
+
+def test_quantization_is_part_of_the_meaning_and_takes_bf16(tmp_path):
+    (tmp_path / "run.toml").write_text(MINIMAL)
+    plain, quantized = (
+        load_config(str(tmp_path / "run.toml"), ["engine.precision=bf16", *more])
+        for more in ([], ["engine.quantization=fp8"])
+    )
+    assert meaning(quantized.model_dump(mode="json"))["engine"] == {"precision": "bf16", "quantization": "fp8"}
+    assert meaning(plain.model_dump(mode="json"))["engine"] == {"precision": "bf16"}
+    assert (plain.engine.numbers, quantized.engine.numbers) == ("bf16", "fp8")
+    with pytest.raises(InputError, match=r'precision is "fp32": set engine\.precision = "bf16"'):
+        load_config(str(tmp_path / "run.toml"), ["engine.quantization=fp8"])
 
 
 def test_a_source_without_a_function_is_refused(tmp_path):

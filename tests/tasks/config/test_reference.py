@@ -37,12 +37,15 @@ def test_it_has_every_key_and_says_which_may_change():
     asked = {
         "retrain": {"start": "run@1", "select": ["run"]},
         "environment": {"function": "mine:Game"},
-        "engine": {"function": "mine:Engine", "source": "digest"},
         "rollout": {"updates": "in-flight", "pause_tokens": 4, "open_prompts": 40, "max_staleness": 2},
     }
+    engines = ({"function": "mine:Engine", "source": "digest"}, {"precision": "bf16", "quantization": "fp8"})
     adapters = {"lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}, "experts": {"replay": True}}
     critic = {"critic": {"learning_rate": 1e-3}, "policy": {"advantage": {"type": "gae"}}}
-    every = [parse_config({**LEAST, **asked, "train": LEAST["train"] | one}, "test") for one in (adapters, critic)]
+    every = [
+        parse_config({**LEAST, **asked, "engine": engine, "train": LEAST["train"] | one}, "test")
+        for engine, one in zip(engines, (adapters, critic), strict=True)
+    ]
     keys = {key.path: key for table in reference.tables() for key in table.keys}
     of_advantage = {f"train.policy.advantage.{name}" for name in ("gamma", "gae_lambda", "normalize")}
     assert set(keys) | of_advantage == {path for one in every for path in paths(one.model_dump(mode="json"))}

@@ -55,6 +55,8 @@ class Engine(SmallEngine):
             return arrived.model_copy(update={"digests": {**arrived.digests, "model.norm.weight": "0" * 32}})
         if self.fault == "finds fewer":
             return arrived.model_copy(update={"landed": 3})
+        if self.fault == "makes other FP8 numbers":
+            return arrived.model_copy(update={"quantized": "0" * 32})
         return arrived
 
     def _loaded(self, name, octets):
@@ -191,6 +193,7 @@ BOTH_OLD, BOTH_UNUSABLE = (OLD, OLD), (None, None)
         ("engine", "drops the last tensor", "model.layers.3.weight not received by engine 1", BOTH_UNUSABLE),
         ("engine", "makes up a tensor", "model.norm.weight received by engine 1, though not sent", BOTH_UNUSABLE),
         ("engine", "finds fewer", "engine 1 has found 3 tensors again", BOTH_UNUSABLE),
+        ("engine", "makes other FP8 numbers", "engines have made different FP8 numbers", BOTH_UNUSABLE),
         ("engine", "skips a layer", "model.layers.1.weight was not loaded", BOTH_UNUSABLE),
         ("rank", "plans otherwise", "trainer rank 1 has planned the weight update 1111", BOTH_OLD),
         ("rank", "plans another version", "trainer rank 1 has planned", BOTH_OLD),

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from tasks.config.environment import Settings
-from tasks.workers.peers import asked, can_read
+from tasks.workers.peers import all_have_fp8, asked, can_read
 from tasks.workers.placement import placement
 from tests.small.config import small_config
 
@@ -46,6 +46,33 @@ class Driver:
 )
 def test_every_pair_must_be_able_to(driver, pairs, expected):
     assert asked(driver, pairs) is expected
+
+
+class Capable(Driver):
+    """Cards of these compute capabilities."""
+
+    def __init__(self, *capabilities, **more):
+        super().__init__(len(capabilities), set(), **more)
+        self.capabilities = capabilities
+
+    def cuDeviceGetAttribute(self, found, attribute, device):  # noqa: N802
+        found._obj.value = self.capabilities[device.value - 10][attribute - 75]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "cards", "expected"),
+    [
+        (Capable((8, 0)), 1, False),
+        (Capable((8, 9)), 1, True),
+        (Capable((9, 0), (8, 6)), 1, True),
+        (Capable((9, 0), (8, 6)), 2, False),
+        (Capable((10, 0), (9, 0)), 2, True),
+        (Capable((9, 0), starts=False), 1, None),
+    ],
+)
+def test_every_card_must_have_fp8_units(driver, cards, expected):
+    assert all_have_fp8(driver, cards) is expected
 
 
 def test_without_a_driver_nothing_is_known(monkeypatch):
