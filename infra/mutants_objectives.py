@@ -142,7 +142,7 @@ OBJECTIVES = (
         "no-sample-left-fails",
         "an iteration of which no sample is left ends the run",
         "trainer_core/phases/policy.py",
-        "            return dict(NOTHING_LEARNED)\n",
+        "            return Learned(dict(NOTHING_LEARNED), np.full_like(samples.engine_logprobs, np.nan))\n",
         '            raise StageFailed("nothing is left")\n',
         _TRAINER,
     ),

@@ -146,5 +146,21 @@ UPKEEP = (
         "    if False:\n",
         ("tests/flows/site/test_notification.py",),
     ),
+    Mutant(
+        "retention-deletes-tables",
+        "with a train state, what is stored beside it is deleted",
+        "storage/manifest.py",
+        "lasting = tuple(part for part in self.parts if not part.name.startswith(layout.STATE))",
+        "lasting = ()",
+        ("tests/flows/test_save_every.py",),
+    ),
+    Mutant(
+        "fork-without-tables",
+        "a fork names tables of retired states and does not have them",
+        "storage/upkeep/fork.py",
+        "self._has_parts(original.lasted(), copy.lasted(), there)",
+        "self._has_parts(original.lasted(), original.lasted(), there)",
+        ("tests/flows/test_save_every.py",),
+    ),
 )
 """Faults, each of which breaks a promise of docs/operations.md."""

@@ -95,4 +95,12 @@ VIEW = (
         "| 2 | the input, or what is stored, cannot be used: change something first | `InputError`, `LeaseLost`,",
         ("tests/flows/cli/test_app.py",),
     ),
+    Mutant(
+        "view-next-tokens-ratio",
+        "a token is shown with the trainer's log-probability of the next one",
+        "flows/viewer/reading.py",
+        "trainer[counted[place] - 1]",
+        "trainer[counted[place] % len(trainer)]",
+        _TESTS,
+    ),
 )

@@ -148,6 +148,16 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         """Key of its record, below the storage root."""
         return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
 
+    @property
+    def state_keys(self) -> tuple[str, ...]:
+        """Keys of the parts of the train state that it holds, which retention deletes."""
+        return tuple(part.key for part in self.parts if part.name.startswith(layout.STATE))
+
+    def lasted(self) -> "Manifest":
+        """What it names once retention has deleted its train state."""
+        lasting = tuple(part for part in self.parts if not part.name.startswith(layout.STATE))
+        return self.model_copy(update={"parts": lasting})
+
     def part(self, name: str) -> Part:
         """The part called `name`. Raises StorageError if there is none."""
         for part in self.parts:

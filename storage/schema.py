@@ -133,6 +133,22 @@ TEACHER = pa.schema(
     metadata={"table": "teacher", "version": str(SCHEMA_VERSION)},
 )
 
+TRAINER = pa.schema(
+    [
+        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
+        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+        _field(
+            "logprobs",
+            pa.list_(pa.float32()),
+            "trainer's log-probability, before the iteration's updates, of each token that the policy sampled; null if "
+            "the sample was not trained on",
+            "nat",
+            nullable=True,
+        ),
+    ],
+    metadata={"table": "trainer", "version": str(SCHEMA_VERSION)},
+)
+
 EVALUATION = pa.schema(
     [
         _field("prompt_id", pa.string(), "id of the held-out prompt"),

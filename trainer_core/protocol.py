@@ -126,6 +126,12 @@ class TrainerProtocol(Protocol):
         """
         ...
 
+    def policy_logprobs(self) -> Vector:
+        """Log-probabilities of all response tokens that count of the samples that `train_policy` was given last, flat,
+        in nats, by the policy before its updates, under softmax(logits / temperature). NaN for the tokens of samples
+        that were not trained on. The first rank has all, the others have none."""
+        ...
+
     def train_supervised(
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None = None
     ) -> dict[str, float]:

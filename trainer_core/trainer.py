@@ -66,6 +66,7 @@ class Trainer(TrainerProtocol):
         self._lora: LoraFacts | None = None
         self._update: Update | None = None
         self._generators: Generators = "continued"
+        self._policy_logprobs: Vector = np.zeros(0, dtype=np.float32)
         self._step = 0
 
     def identity(self) -> str | None:
@@ -148,10 +149,13 @@ class Trainer(TrainerProtocol):
                 f"{self._config.policy.loss.type!r}, which need a reference, and none is used: load one, or set the "
                 "coefficient to 0 and use a loss without reference"
             )
-        report = phase.run(samples, reference_logprobs)
-        self._step += int(report["steps"])
-        self._generators = "continued"
-        return report
+        learned = phase.run(samples, reference_logprobs)
+        self._step += int(learned.report["steps"])
+        self._generators, self._policy_logprobs = "continued", learned.logprobs
+        return learned.report
+
+    def policy_logprobs(self) -> Vector:
+        return self._policy_logprobs if self._mesh.rank == 0 else np.zeros(0, dtype=np.float32)
 
     def train_supervised(
         self, examples: SupervisedExamples, steps: int, batch_size: int, optimizer: OptimizerConfig | None = None

@@ -12,10 +12,11 @@ from storage import layout
 from storage.backends.root import Root
 from storage.manifest import Manifest, find
 from storage.ownership.scratch import scratch
-from storage.parts import materialize, read_table
-from storage.schema import EVALUATION, REWARD, ROLLOUT
+from storage.parts import materialize, read_parts, read_table
+from storage.schema import EVALUATION, REWARD, ROLLOUT, TRAINER
 from storage.unfinished import read_piece
 from tasks.stages.names import Stage
+from tasks.stages.views import TRAINER_TABLE
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")  # name endings of metrics that measure the work and not its result
@@ -89,6 +90,8 @@ class Pair:
         both = left.parts and right.parts  # a state that is made again has none
         if stage == Stage.TRAIN and both and all(root.exists(part.key) for root, part in parts):  # retention
             yield from self._states(left, right, tally, plant)
+            if iteration:
+                yield from self._by_token(left, right)
         yield from _metrics(left, right, tally)
         yield from _facts(left, right)
         if left.digest != right.digest:
@@ -103,6 +106,12 @@ class Pair:
             return
         for name in schema.names:
             yield from _column(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
+
+    def _by_token(self, left: Manifest, right: Manifest) -> Iterator[str]:
+        pairs = ((self.left, left), (self.right, right))
+        ours, theirs = (read_parts(root, [one.part(TRAINER_TABLE)], TRAINER) for root, one in pairs)
+        for name in TRAINER.names:
+            yield from _column(f"{name} of the trainer", ours[name].combine_chunks(), theirs[name].combine_chunks())
 
     def _states(self, left: Manifest, right: Manifest, tally: Counter[str], plant: int | None) -> Iterator[str]:
         from trainer_core.state.comparison import compare_states  # imports torch

@@ -40,7 +40,13 @@ _FIRST = (
     "rollout/response_length", "rollout/truncated", "rollout/turns_mean", "rollout/environment_failures",
 )  # fmt: skip
 _REWARDS = ("reward/reward_mean", "train/reward_mean", "evaluate/reward_mean")
-_COLORS = {"logprob": "log-probability", "version": "weight version", "advantage": "advantage"}
+_COLORS = {
+    "logprob": "log-probability by the engine",
+    "trainer": "by the trainer",
+    "ratio": "ratio of both",
+    "version": "weight version",
+    "advantage": "advantage",
+}
 _MOST = 6  # runs side by side
 _GROUPS = 500
 _EXTREMES = 3

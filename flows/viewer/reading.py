@@ -14,13 +14,19 @@ from flows.viewer.charts import Histogram, histogram
 from flows.views.samples import Scored, read_scored
 from storage.backends.root import Root
 from storage.errors import InputError
+from storage.manifest import find
+from storage.parts import read_parts
+from storage.schema import TRAINER
 from storage.turns import ended_by, sampled_by, sampled_lengths, weight_versions
 from tasks.config.stored import stored_config
 from tasks.data.tokenizer import StoredTexts, texts_of
+from tasks.stages.names import Stage
+from tasks.stages.views import TRAINER_TABLE
 
 TOKENS = 3000  # most tokens on one page
 _BEFORE = 4  # tokens that are decoded with a token: some tokenizers need those before it for its blanks
 _UNCERTAIN = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)  # nat: edges between the shades of surprise
+_APART = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5)  # nat: edges between the shades of a log-ratio
 _VERSIONS = 4  # shades of weight versions
 
 
@@ -41,6 +47,7 @@ class Token:
     text: str
     sampled: bool
     logprob: float
+    trainer: float | None  # log-probability by the trainer, before the updates
     version: int
     advantage: float | None
     shade: str  # class of its colour
@@ -49,8 +56,17 @@ class Token:
     def words(self) -> str:
         if not self.sampled:
             return f"token {self.place}: {self.text!r}, id {self.id}, not sampled: it counts in no loss"
-        chance = f"log-probability {self.logprob:.4f} of the engine (p {np.exp(self.logprob):.3g})"
+        chance = f"log-probability {self.logprob:.4f} of the engine (p {np.exp(self.logprob):.3g}){self._trained}"
         return f"token {self.place}: {self.text!r}, id {self.id}, {chance}, weights {self.version}, {self._weighed}"
+
+    @property
+    def ratio(self) -> float | None:
+        """Probability by the trainer, divided by that of the engine."""
+        return None if self.trainer is None else float(np.exp(self.trainer - self.logprob))
+
+    @property
+    def _trained(self) -> str:
+        return "" if self.trainer is None else f", {self.trainer:.4f} of the trainer, ratio {self.ratio:.4f}"
 
     @property
     def _weighed(self) -> str:
@@ -72,6 +88,7 @@ class TokenPage:
     row: dict[str, Any]  # its row of the archive's schema
     prompt: str | None
     advantage: float | None
+    untrained: str | None  # why there are no log-probabilities by the trainer; None if there are
     finish_reason: str | None
     versions: tuple[int, ...]
     siblings: tuple[int, ...]  # numbers of all samples of the prompt
@@ -126,13 +143,14 @@ def token_page(
         raise InputError(f"iteration {iteration} of run {run!r} has no sample {sample_id} of {prompt_id!r}: {known}")
     row = of_prompt.slice(siblings.index(sample_id), 1).to_pylist()[0]
     advantage = None if found.advantages is None else float(found.advantages[row["row"]])
-    texts = texts_of(root, run)
-    tokens = list(_tokens(row, texts, advantage, color, range(begin, begin + TOKENS)))
+    texts, (trainer, untrained) = texts_of(root, run), _by_trainer(root, run, iteration, prompt_id, sample_id)
+    tokens = list(_tokens(row, texts, advantage, trainer, color, range(begin, begin + TOKENS)))
     turns = tuple(_turn(number, turn, tokens) for number, turn in enumerate(row["turns"], 1))
     return TokenPage(
         row=row,
         prompt=None if texts is None else texts.prompts.get(prompt_id),
         advantage=advantage,
+        untrained=untrained,
         finish_reason=ended_by(row),
         versions=sampled_by(row),
         siblings=tuple(sorted(siblings)),
@@ -142,6 +160,22 @@ def token_page(
     )
 
 
+def _by_trainer(
+    root: Root, run: str, iteration: int, prompt_id: str, sample_id: int
+) -> tuple[list[float] | None, str | None]:
+    """Log-probabilities of the sampled tokens by the trainer before the iteration's updates; or None, and the reason
+    why there are none."""
+    manifest = find(root, run, iteration, Stage.TRAIN)
+    if manifest is None:
+        return None, "the iteration is not trained yet"
+    if TRAINER_TABLE not in manifest.part_names:
+        return None, "the state of the iteration was not stored (storage.save_every), nor is what was stored beside it"
+    table = read_parts(root, [manifest.part(TRAINER_TABLE)], TRAINER)
+    own = table.filter((pc.field("prompt_id") == prompt_id) & (pc.field("sample_id") == sample_id))
+    found = own["logprobs"].to_pylist()[0]
+    return found, None if found is not None else "the sample was not trained on"
+
+
 def _turn(number: int, turn: dict[str, Any], tokens: Sequence[Token]) -> Turn:
     about = {name: turn[name] for name in ("finish_reason", "seconds", "cost") if turn[name] is not None}
     about |= {name: json.dumps(json.loads(turn[name]), indent=1) for name in ("calls", "results") if turn[name]}
@@ -149,16 +183,23 @@ def _turn(number: int, turn: dict[str, Any], tokens: Sequence[Token]) -> Turn:
 
 
 def _tokens(
-    row: dict[str, Any], texts: StoredTexts | None, advantage: float | None, color: str, places: range
+    row: dict[str, Any],
+    texts: StoredTexts | None,
+    advantage: float | None,
+    trainer: Sequence[float] | None,
+    color: str,
+    places: range,
 ) -> Iterator[Token]:
-    ids = row["response_tokens"]
+    ids, counted = row["response_tokens"], np.cumsum(row["sampled"])
     known = sorted({version for version in row["weight_version"] if version >= 0})
     here = range(places.start, min(places.stop, len(ids)))
     for place, text in zip(here, _texts(ids, texts, here), strict=True):
         sampled, logprob, version = (row[name][place] for name in ("sampled", "logprobs", "weight_version"))
         own = advantage if sampled else None
-        shade = _shade(color, logprob, known.index(version) if version in known else 0, own) if sampled else "other"
-        yield Token(place, ids[place], text, sampled, logprob, version, own, shade)
+        trained = trainer[counted[place] - 1] if sampled and trainer is not None else None
+        number = known.index(version) if version in known else 0
+        shade = _shade(color, logprob, trained, number, own) if sampled else "other"
+        yield Token(place, ids[place], text, sampled, logprob, trained, version, own, shade)
 
 
 def _texts(ids: Sequence[int], texts: StoredTexts | None, places: range) -> list[str]:
@@ -171,9 +212,14 @@ def _texts(ids: Sequence[int], texts: StoredTexts | None, places: range) -> list
     return [whole[len(before) :] if whole.startswith(before) else alone for before, whole, alone in decoded]
 
 
-def _shade(color: str, logprob: float, version: int, advantage: float | None) -> str:
+def _shade(color: str, logprob: float, trainer: float | None, version: int, advantage: float | None) -> str:
     if color == "version":
         return f"version-{version % _VERSIONS}"
     if color == "advantage":
         return "plain" if not advantage else "better" if advantage > 0 else "worse"
-    return f"surprise-{int(np.searchsorted(_UNCERTAIN, -logprob))}"
+    if color in ("trainer", "ratio") and trainer is None:
+        return "plain"
+    if trainer is not None and color == "ratio":
+        return f"surprise-{int(np.searchsorted(_APART, abs(trainer - logprob)))}"
+    by = trainer if trainer is not None and color == "trainer" else logprob
+    return f"surprise-{int(np.searchsorted(_UNCERTAIN, -by))}"

@@ -42,7 +42,7 @@ class Sides:
 
     def ours(self, samples: Samples) -> dict[str, float]:
         """One iteration's training, as `Trainer.train_policy` does it."""
-        return self._phase.run(samples, None)
+        return self._phase.run(samples, None).report
 
     def padded(self, samples: Samples, rows: int) -> list[PaddedBatch]:
         """The same samples for the plain side, on the device beforehand."""

@@ -79,7 +79,7 @@ class _Beside:
         stored, unreadable = survey(self.root, self.run, recorded)
         committed = set(recorded.manifests)
         begun = {layout.stage_of(key) for key in (*recorded.attempts, *recorded.pieces, *recorded.increments)}
-        return stored.named if committed and begun <= committed and not unreadable else None
+        return set(stored.parts()) if committed and begun <= committed and not unreadable else None
 
 
 def _is_retired(root: Root, part: str) -> bool:

@@ -1,7 +1,7 @@
 """Contents of a root: runs, their manifests, and the parts that these name. For display and cleaning."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal
@@ -38,11 +38,11 @@ class Unreadable(BaseModel, frozen=True, extra="forbid"):
 
 
 class Retired(BaseModel, frozen=True, extra="forbid"):
-    """Record that retention has deleted the parts of one manifest, or is about to."""
+    """Record that retention has deleted the train state of one manifest, or is about to."""
 
     format_version: Literal[1] = 1  # version of this record's own format
     manifest: str  # digest of the manifest
-    keys: tuple[str, ...]  # its parts, which may be gone
+    keys: tuple[str, ...]  # the parts of the state, which may be gone
     time: datetime  # time of the record (UTC)
     rule: str  # the reason, in words
 
@@ -110,11 +110,12 @@ class Contents:
         """Pieces of stages that are not committed, by key."""
         return {key: part for key, part in self.pieces.items() if layout.stage_of(key) not in self.manifests}
 
-    @property
-    def named(self) -> set[str]:
-        """Keys of all parts that must be there."""
-        whole = {part.key for manifest in self.kept.values() for part in manifest.parts}
-        return whole | {part.key for part in self.unfinished.values()}
+    def parts(self, pushed_out: Collection[str] = ()) -> dict[str, Part]:
+        """All parts that must be there, by key, once the manifests `pushed_out` are retired too."""
+        retired = {*self.retired, *pushed_out}
+        named = [one.lasted() if key in retired else one for key, one in self.manifests.items()]
+        pieces = {part.key: part for part in self.unfinished.values()}
+        return pieces | {part.key: part for one in named for part in one.parts}
 
 
 class RunSummary(BaseModel, frozen=True, extra="forbid"):

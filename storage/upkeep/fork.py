@@ -175,11 +175,13 @@ class _New:
         there = set(self.root.keys(layout.part_folder(self.run)))
         for (original, _), copy in zip(originals, copies, strict=True):
             kept = original.key not in retired and self._has_parts(original, copy, there)
+            if not kept:
+                self._has_parts(original.lasted(), copy.lasted(), there)
             if not kept and original in needed:
                 raise self._not_kept(original.iteration)
             if not kept:
                 record = records.read(self.source, layout.retired_key(original.key), Retired)
-                update = {"manifest": copy.digest, "keys": tuple(part.key for part in copy.parts)}
+                update = {"manifest": copy.digest, "keys": copy.state_keys}
                 records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
         for copy in copies:
             try:
@@ -231,7 +233,8 @@ class _New:
         return InputError(f"{fact}, or remove what is there with `ratchet rm {self.run}`")
 
     def _described(self, originals: Sequence[tuple[Manifest, int]], retired: Collection[str], iteration: int) -> Forked:
-        parts = {part.key: part.bytes for one, _ in originals if one.key not in retired for part in one.parts}
+        named = (one.lasted() if one.key in retired else one for one, _ in originals)
+        parts = {part.key: part.bytes for one in named for part in one.parts}
         return Forked(
             run=self.run,
             parent=self.parent,

@@ -183,8 +183,7 @@ class _Cleaning:
             self._check()
             for key in some:
                 manifest, rule = stored.manifests[key], f"retention: {retention}"
-                keys = tuple(part.key for part in manifest.parts)
-                record = Retired(manifest=manifest.digest, keys=keys, time=self.moment, rule=rule)
+                record = Retired(manifest=manifest.digest, keys=manifest.state_keys, time=self.moment, rule=rule)
                 records.publish(self.root, layout.retired_key(key), record)
         return list(self._unnamed(parts, stored, pushed_out))
 
@@ -204,8 +203,7 @@ class _Cleaning:
     def _unnamed(self, parts: Iterable[Stored], stored: Contents, pushed_out: set[str]) -> Iterator[Garbage]:
         retired = {*stored.retired, *pushed_out}
         gone = {part.key for key, one in stored.manifests.items() if key in retired for part in one.parts}
-        named = {part.key for key, one in stored.manifests.items() if key not in retired for part in one.parts}
-        named |= {part.key for part in stored.unfinished.values()}
+        named = stored.parts(pushed_out)
         for one in parts:
             if one.key in named or layout.is_temporary(one.key) or layout.is_stray(one.key):
                 continue
@@ -222,7 +220,7 @@ class _Cleaning:
             at_place = near.only(lambda key, place=place: layout.place_of(key) == place)
             stored, unreadable = survey(self.root, self.run, at_place)
             if not unreadable:
-                orphaned |= {key for key in some if key not in stored.named and is_old(self.root, key, self.moment)}
+                orphaned |= {key for key in some if key not in stored.parts() and is_old(self.root, key, self.moment)}
         return orphaned
 
     def _check(self) -> None:

@@ -89,8 +89,7 @@ def _damaged(key: str, why: object) -> Finding:
 
 def _verified(root: Root, run: str) -> Verification:
     stored, findings = _readable(root, run)
-    parts = {part.key: part for manifest in stored.kept.values() for part in manifest.parts}
-    parts |= {part.key: part for part in stored.unfinished.values()}
+    parts = stored.parts()
     findings += _unreadable(list(parts), lambda key: read_part_buffer(root, parts[key]))
     findings += [
         *_config(root, run),

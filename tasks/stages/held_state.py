@@ -157,7 +157,7 @@ def saved(
     the files of the next are the same. A state that `storage.save_every` passes over is only identified, but for that
     of iteration `last`."""
     began = time.perf_counter()
-    if work.iteration % work.config.storage.save_every and work.iteration != last:
+    if not stores(work, last):
         identity = group.state_identity()
         return StageOutput(
             facts={**facts, IDENTITY: identity.model_dump(mode="json")},
@@ -176,6 +176,11 @@ def saved(
         store=partial(_store, work.context.folders.storing(work.writer, folder, files, STATE), beside),
         identified=partial(_identified, group, folder),
     )
+
+
+def stores(work: Work, last: int) -> bool:
+    """True if `storage.save_every` lets the state of this iteration be stored, in a run whose last one is `last`."""
+    return work.iteration % work.config.storage.save_every == 0 or work.iteration == last
 
 
 def _identified(group: TrainerGroup, folder: Path, digest: str) -> None:

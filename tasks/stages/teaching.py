@@ -22,7 +22,7 @@ from tasks.stages.prepared import TEACHER_MODEL
 from tasks.stages.stage import Work
 from tasks.stages.views import View
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.batches.sequences import Samples
+from trainer_core.batches.sequences import Samples, Vector
 
 NAMES = ["prompt_id", "sample_id"]
 Teach = Callable[[TrainerGroup, Samples, float], tuple[Samples, tuple[Part, ...]]]  # `taught` of given samples
@@ -55,13 +55,21 @@ def taught(
     piece = f"teacher-{value_digest(given)[:16]}"
     if (part := find_piece(work.writer, piece)) is None:
         logprobs = group.teacher_logprobs(_directory(work.context, source), samples, temperature)
-        ends = np.append(0, np.cumsum(samples.response_lengths)).astype(np.int32)
-        column = pa.ListArray.from_arrays(pa.array(ends), pa.array(logprobs, pa.float32()))
-        table = names().select(NAMES).append_column("logprobs", column).cast(TEACHER)
+        table = by_token(names(), samples, logprobs, TEACHER)
         part = keep_piece(work.writer, piece, work.writer.write_table("teacher.arrow", table, TEACHER))
     stored = read_parts(work.root, [part], TEACHER, ["logprobs"])["logprobs"].combine_chunks()
     found = stored.flatten().to_numpy().astype(np.float32)
     return dataclasses.replace(samples, teacher_logprobs=found), (part,)
+
+
+def by_token(names: pa.Table, samples: Samples, logprobs: Vector, schema: pa.Schema) -> pa.Table:
+    """A table of `schema` with a list for each sample, of its part of the (R,) `logprobs`: of all response tokens that
+    count. A sample has null where they are NaN. `names` has the ids of the samples, in their order."""
+    ends = np.append(0, np.cumsum(samples.response_lengths)).astype(np.int32)
+    first = np.minimum(ends[:-1], max(len(logprobs) - 1, 0))
+    without = np.isnan(logprobs[first]) if len(logprobs) else np.ones(len(samples), dtype=bool)
+    column = pa.ListArray.from_arrays(pa.array(ends), pa.array(logprobs, pa.float32()), mask=pa.array(without))
+    return names.select(NAMES).append_column("logprobs", column).cast(schema)
 
 
 def _directory(context: RunContext, source: View) -> Path:

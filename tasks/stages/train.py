@@ -1,19 +1,22 @@
 """Stage `train`: from one train state to the next by policy steps; at iteration 0 the first, by supervised steps."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 
+import pyarrow as pa
+
 from storage.parts import read_parts, read_table
-from storage.schema import ROLLOUT, SELECTION
+from storage.schema import ROLLOUT, SELECTION, TRAINER
 from tasks.stages.context import RunContext, await_start
-from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved, trainers
+from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved, stores, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
 from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.teaching import NAMES, Teach, taught
+from tasks.stages.teaching import NAMES, Teach, by_token, taught
 from tasks.stages.training_set import TrainingSet, of_rollout, of_selection
-from tasks.stages.views import Prepared, Rescored, Rewards, Rollouts, Selected, Trained
+from tasks.stages.views import TRAINER_TABLE, Prepared, Rescored, Rewards, Rollouts, Selected, Trained
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.batches.reading import solved_examples
 
@@ -22,10 +25,10 @@ from trainer_core.batches.reading import solved_examples
 def train(work: Work, prepared: Prepared, rollouts: Rollouts, rewards: Rewards | None, state: Trained) -> StageOutput:
     """Train on the samples of one rollout. Prompts count as consumed once they are trained on."""
     found = of_rollout(work.context, rollouts, rewards)
-    teach = partial(taught, work, prepared, partial(read_table, work.root, rollouts.manifest, ROLLOUT, NAMES))
+    names = partial(read_table, work.root, rollouts.manifest, ROLLOUT, NAMES)
     with work.context.turn:
         rest(work.context, prepared)
-        return _trained(work, prepared, state, found, teach)
+        return _trained(work, prepared, state, found, names, partial(taught, work, prepared, names))
 
 
 @stage(Stage.TRAIN, ("prepare", "selection", "reward", "state"), Trained)
@@ -34,11 +37,13 @@ def retrain(
 ) -> StageOutput:
     """Train on one share of a selection, with the scores of stage `rescore` or with those that its samples have."""
     found, share = of_selection(work.context, work.iteration, selected, rescored, state)
-    teach = partial(taught, work, selected, partial(read_parts, work.root, [share], SELECTION, NAMES))
-    return _trained(work, prepared, state, found, teach)
+    names = partial(read_parts, work.root, [share], SELECTION, NAMES)
+    return _trained(work, prepared, state, found, names, partial(taught, work, selected, names))
 
 
-def _trained(work: Work, prepared: Prepared, state: Trained, found: TrainingSet, teach: Teach) -> StageOutput:
+def _trained(
+    work: Work, prepared: Prepared, state: Trained, found: TrainingSet, names: Callable[[], pa.Table], teach: Teach
+) -> StageOutput:
     """Take the policy steps on the samples, starting from `state`, and save the result."""
     context, policy = work.context, work.config.train.policy
     group = ensure_state(context, prepared, state)
@@ -51,6 +56,9 @@ def _trained(work: Work, prepared: Prepared, state: Trained, found: TrainingSet,
     if generators != "continued":
         metrics["process_to_gradient_s"] = time.time() - group.began
     rng = "reseeded" if generators == "reseeded" else "continued"
+    if stores(work, found.last):
+        table = by_token(names(), samples, group.policy_logprobs(), TRAINER)
+        scored = (*scored, work.writer.write_table(TRAINER_TABLE, table, TRAINER))
     return saved(work, group, {**found.facts, "rng": rng}, metrics, found.last, scored)
 
 

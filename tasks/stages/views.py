@@ -10,6 +10,7 @@ from storage.manifest import Manifest, Part
 from trainer_core.state.facts import STATE_SCHEME, StateIdentity
 
 ENVIRONMENT = "environment_source"  # name of the fact with the environment of a rollout, and the digest of its source
+TRAINER_TABLE = "trainer.arrow"  # name of the part with the log-probabilities by the trainer, beside a train state
 SCORES = "scores.json"  # name of the part with the rewards that environments gave
 PLAYED = "played.json"  # name of the part with times and failures of conversations
 IN_FLIGHT = "in-flight.arrow"  # name of the part with the responses that a rollout leaves to the next one

@@ -44,7 +44,14 @@ def digests(root: Root, last: int = LAST) -> list[str]:
 
 def stored(root: Root, last: int = LAST) -> list[int]:
     there = set(root.keys(part_folder(RUN)))
-    return [at for at in range(last + 1) if there & {part.key for part in need(root, RUN, at, Stage.TRAIN).parts}]
+    return [at for at in range(last + 1) if there & set(need(root, RUN, at, Stage.TRAIN).state_keys)]
+
+
+def tables(root: Root, run: str = RUN) -> list[int]:
+    """Iterations whose table of the trainer is there."""
+    there = set(root.keys(part_folder(run)))
+    named = {at: need(root, run, at, Stage.TRAIN).lasted().parts for at in range(LAST + 1)}
+    return [at for at, parts in named.items() if parts and there >= {part.key for part in parts}]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,11 @@ def test_retention_keeps_what_a_state_is_made_again_from(root, tmp_path, expecte
     assert not collect(root, WORKFLOW, RUN, Retention(newest=2)).garbage
     drive(root, tmp_path, *settings)
     assert stored(root) == [0, 6, 7]
+    assert tables(root) == [3, 6, 7]  # what is beside a state is kept
+    record = ConfigRecord.of(forked_config(root, RUN, "fork", []))
+    fork(root, WORKFLOW, RUN, 7, "fork", record.digest, record)
+    assert tables(root, "fork") == [3, 6, 7]
+    assert verify(root, "fork").sound
     assert digests(root) == expected
     drive(root, tmp_path, *settings, "run.iterations=9")
     assert stored(root, 9) == [0, 7, 9]

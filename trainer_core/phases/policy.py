@@ -29,6 +29,14 @@ NOTHING_LEARNED = {"grad_norm": 0.0, "steps": 0.0, "tokens": 0.0}
 
 
 @dataclass(frozen=True)
+class Learned:
+    """Outcome of an iteration's updates."""
+
+    report: dict[str, float]  # that of `TrainerProtocol.train_policy`
+    logprobs: Vector  # that of `TrainerProtocol.policy_logprobs`
+
+
+@dataclass(frozen=True)
 class PolicyPhase:
     """The objective of a configuration on the samples of one iteration."""
 
@@ -39,11 +47,10 @@ class PolicyPhase:
     seed: tuple[int, ...]  # seeds the shuffling into mini-batches; differs from iteration to iteration
     critic: Critic | None = None  # gives the values of generalised advantages, and learns from what they become
 
-    def run(self, samples: Samples, reference_logprobs: Vector | None) -> dict[str, float]:
-        """Update the policy; returns the report of `TrainerProtocol.train_policy`. Collective. The reference's
-        log-probabilities are those of all response tokens, flat. Raises InputError: a function of the user's own fails,
-        or returns something else than is expected. Raises StageFailed: no sample is usable. Raises NumericsError: a
-        loss or gradient norm is not finite."""
+    def run(self, samples: Samples, reference_logprobs: Vector | None) -> Learned:
+        """Update the policy. Collective. The reference's log-probabilities are those of all response tokens, flat.
+        Raises InputError: a function of the user's own fails, or returns something else than is expected. Raises
+        StageFailed: no sample is usable. Raises NumericsError: a loss or gradient norm is not finite."""
         if not samples.usable.any():
             lacking = "a reward; see the status column of the rewards" if self.policy.needs_rewards else "a response"
             raise StageFailed(f"none of the {len(samples)} samples has {lacking}")
@@ -52,7 +59,7 @@ class PolicyPhase:
         units = units_of(self.policy, samples)
         rows = np.unique(units)
         if not len(rows):
-            return dict(NOTHING_LEARNED)
+            return Learned(dict(NOTHING_LEARNED), np.full_like(samples.engine_logprobs, np.nan))
         if self.critic is not None:
             samples = replace(samples, values=self.critic.values(samples))
         warms_up = self.critic is not None and self.critic.warms_up
@@ -81,7 +88,7 @@ class PolicyPhase:
                 report |= preference_report(samples, units, change)
         if samples.teacher_logprobs is not None:
             report["kl_teacher"] = mean_kl((samples.teacher_logprobs - before.logprobs)[counted])
-        return report
+        return Learned(report, np.where(counted, before.logprobs, np.float32(np.nan)))
 
     def _before(
         self, samples: Samples, units: Units, reference_logprobs: Vector | None, scores: bool

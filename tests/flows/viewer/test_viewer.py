@@ -1,6 +1,7 @@
 """The viewer over stored runs of small workers: what its pages show, and what it refuses."""
 
 import json
+import math
 import re
 import shutil
 import statistics
@@ -159,18 +160,61 @@ def test_a_sample_s_tokens_have_their_stored_values(root: Root, browser: TestCli
     page = browser.get(f"/run/{RUN}/1/sample?prompt={quote(prompt, safe='')}&sample={sample}").text
     words = [unescape(one) for one in re.findall(r'<span class="token surprise-\d" title="([^"]+)"', page)]
     found = [
-        re.search(r"id (\d+), log-probability (\S+) of the engine .* weights (\d+), advantage (\S+)", one)
+        re.search(
+            r"id (\d+), log-probability (\S+) of the engine .*, (\S+) of the trainer, ratio (\S+), weights (\d+), "
+            r"advantage (\S+)",
+            one,
+        )
         for one in words
     ]
     expected = zip(stored["response_tokens"], stored["logprobs"], stored["weight_version"], strict=True)
     assert [one.groups() for one in found if one] == [
-        (str(token), f"{logprob:.4f}", str(version), f"{shown.advantage:+.4f}") for token, logprob, version in expected
+        (
+            str(token),
+            f"{logprob:.4f}",
+            f"{logprob + 0.25:.4f}",
+            f"{math.exp(0.25):.4f}",
+            str(version),
+            f"{shown.advantage:+.4f}",
+        )
+        for token, logprob, version in expected
     ]
     assert shown.response is not None
     body = page.partition("data-tokens>")[2].partition("</pre>")[0]
     text = "".join(unescape(one) for one in re.findall(r">([^<]*)</span>", body))
     assert text.startswith(shown.response)
     assert page.count("<tr>") == 1 + len(stored["response_tokens"])
+
+
+@pytest.mark.parametrize(("color", "shades"), [("ratio", {"surprise-5"}), ("trainer", None)])
+def test_tokens_are_colored_by_the_trainer(root: Root, browser: TestClient, color: str, shades: set[str] | None):
+    """The trainer of this run is a quarter of a nat from its engine."""
+    prompt, sample = sample_of(root)
+    stored = rows_of(root, 1)[prompt, sample]
+    page = browser.get(f"/run/{RUN}/1/sample?prompt={quote(prompt, safe='')}&sample={sample}&color={color}").text
+    found = re.findall(r'<span class="token (surprise-\d)" title=', page)
+    assert len(found) == len(stored["response_tokens"])
+    edges = (0.1, 0.5, 1.0, 2.0, 4.0, 8.0)
+    expected = [f"surprise-{sum(edge < -value - 0.25 for edge in edges)}" for value in stored["logprobs"]]
+    assert set(found) == shades if shades else found == expected
+
+
+def test_a_page_says_why_there_is_nothing_of_the_trainer(tmp_path: Path):
+    (tmp_path / "half.py").write_text("def score(record, response, sample):\n    return 1 / (1 - sample.sample_id)\n")
+    settings = [f"reward.function={tmp_path / 'half.py'}:score", "reward.max_failures=0.5", "run.iterations=4"]
+    store = open_root(str(tmp_path / "runs"))
+    driver(store, small_config([*settings, "storage.save_every=2", "storage.keep_newest=1"]), tmp_path).drive()
+    browser = TestClient(application(store), HERE)
+    reasons = {
+        (1, 0): "the state of the iteration was not stored (storage.save_every)",
+        (2, 0): "The ratio is the probability by the trainer",  # retention has deleted the state alone
+        (4, 1): "the sample was not trained on",
+        (4, 0): "The ratio is the probability by the trainer",
+    }
+    for (iteration, sample), words in reasons.items():
+        prompt = next(name for name, number in rows_of(store, iteration) if number == sample)
+        page = browser.get(f"/run/{RUN}/{iteration}/sample?prompt={quote(prompt, safe='')}&sample={sample}&color=ratio")
+        assert words in page.text
 
 
 def test_pages_of_curves_groups_and_comparisons_have_the_values(root: Root, browser: TestClient):

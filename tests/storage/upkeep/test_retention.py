@@ -214,7 +214,7 @@ def test_contents_know_what_is_kept(root):
     collect(root, WORKFLOW, "run", Retention(newest=1), apply=True)
     stored = contents(root, "run")
     assert len(stored.manifests) - len(stored.kept) == 2
-    assert not stored.named & {state_key(root, 1), state_key(root, 2)}
+    assert not stored.parts().keys() & {state_key(root, 1), state_key(root, 2)}
 
 
 @pytest.mark.slow

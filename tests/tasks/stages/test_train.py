@@ -2,12 +2,17 @@
 
 import time
 
+import numpy as np
 import psutil
 import pytest
 
 from storage.backends.root import open_root
 from storage.manifest import need
+from storage.parts import read_parts, read_table
+from storage.schema import ROLLOUT, TRAINER
+from storage.upkeep.verify import verify
 from tasks.stages.names import Stage
+from tasks.stages.views import TRAINER_TABLE
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 
@@ -45,3 +50,23 @@ def test_the_time_to_the_first_gradient_begins_with_the_ranks_that_compute_it(tm
     found = need(root, RUN, 2, Stage.TRAIN).metrics["process_to_gradient_s"]
     assert (found < time.time() - begun) is replaced
     assert replaced or found > begun - psutil.Process().create_time()
+
+
+def test_the_trainers_log_probabilities_of_each_token_are_stored_beside_the_state(tmp_path):
+    """The trainer of this test gives those of the engine and a quarter; a sample without a score is not trained on."""
+    (tmp_path / "half.py").write_text("def score(record, response, sample):\n    return 1 / (1 - sample.sample_id)\n")
+    reward = [f"reward.function={tmp_path / 'half.py'}:score", "reward.max_failures=0.5"]
+    root = open_root(str(tmp_path / "runs"))
+    driver(root, small_config(["run.iterations=3", "storage.save_every=2", *reward]), tmp_path).drive()
+    assert need(root, RUN, 1, Stage.TRAIN).parts == ()  # its state is not stored
+    for iteration in (2, 3):
+        samples = read_table(root, need(root, RUN, iteration, Stage.ROLLOUT), ROLLOUT)
+        table = read_parts(root, [need(root, RUN, iteration, Stage.TRAIN).part(TRAINER_TABLE)], TRAINER)
+        assert table.select(["prompt_id", "sample_id"]).equals(samples.select(["prompt_id", "sample_id"]))
+        engine = samples["logprobs"].to_pylist()
+        expected = [
+            None if sample else [float(np.float32(value) + np.float32(0.25)) for value in own]
+            for own, sample in zip(engine, samples["sample_id"].to_pylist(), strict=True)
+        ]
+        assert table["logprobs"].to_pylist() == expected
+    assert verify(root, RUN).sound

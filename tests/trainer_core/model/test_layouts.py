@@ -42,7 +42,7 @@ def import_score_step(trainer, folder):
     records = export(trainer, f"{folder}/imported")
     metrics = trainer.train_policy(random_samples(), TEMPERATURE)
     export(trainer, f"{folder}/stepped")
-    return {"logprobs": logprobs, "records": records, "metrics": metrics}
+    return {"logprobs": logprobs, "records": records, "metrics": metrics, "before": trainer.policy_logprobs()}
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,11 @@ def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
     assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
     for rank in other["ranks"]:
         assert rank["metrics"] == pytest.approx(reference["ranks"][0]["metrics"], abs=1e-4, rel=1e-4)
+    first, *others = (rank["before"] for rank in other["ranks"])
+    np.testing.assert_allclose(first, reference["ranks"][0]["before"], rtol=0, atol=1e-5)
+    assert not any(len(one) for one in others)
+    apart = np.abs(random_samples().engine_logprobs - first)
+    assert np.nanmax(apart) == pytest.approx(other["ranks"][0]["metrics"]["engine_logprob_diff_max"])
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def objectives(trainer, policies, folder):
         trainer.import_model()
         phase = PolicyPhase(trainer._passes, trainer._optimizer, policy, 0.8, (0,))
         try:
-            found[name] = phase.run(samples, reference)
+            found[name] = phase.run(samples, reference).report
         except RatchetError as error:
             found[name] = f"{type(error).__name__}: {error}"
         export(trainer, f"{folder}/{name}")

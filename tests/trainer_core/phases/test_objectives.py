@@ -70,7 +70,7 @@ def stepped(trainer, tokens, samples, reference, folder):
         trainer.import_model()
         policy = PolicyConfig.model_validate(settings)
         phase = PolicyPhase(passes, trainer._optimizer, policy, TEMPERATURE, (0,))
-        metrics[name] = phase.run(samples, reference if policy.needs_reference else None)
+        metrics[name] = phase.run(samples, reference if policy.needs_reference else None).report
         export(trainer, f"{folder}/{name}")
     return metrics
 
