@@ -154,7 +154,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return tuple(part.key for part in self.parts if part.name.startswith(layout.STATE))
 
     def lasted(self) -> "Manifest":
-        """What it names once retention has deleted its train state."""
+        """Manifest without the parts of a train state: what is left when retention has deleted that."""
         lasting = tuple(part for part in self.parts if not part.name.startswith(layout.STATE))
         return self.model_copy(update={"parts": lasting})
 

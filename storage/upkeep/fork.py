@@ -174,15 +174,10 @@ class _New:
         announce(made.cost)
         there = set(self.root.keys(layout.part_folder(self.run)))
         for (original, _), copy in zip(originals, copies, strict=True):
-            kept = original.key not in retired and self._has_parts(original, copy, there)
-            if not kept:
-                self._has_parts(original.lasted(), copy.lasted(), there)
-            if not kept and original in needed:
-                raise self._not_kept(original.iteration)
-            if not kept:
-                record = records.read(self.source, layout.retired_key(original.key), Retired)
-                update = {"manifest": copy.digest, "keys": copy.state_keys}
-                records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
+            if original.key in retired or not self._has_parts(original, copy, there):
+                if original in needed:
+                    raise self._not_kept(original.iteration)
+                self._retire(original, copy, there)
         for copy in copies:
             try:
                 commit(self.root, copy)
@@ -259,6 +254,13 @@ class _New:
             fact = f"run {self.run!r} cannot begin from run {self.parent!r}, which lacks a part: {error}"
             raise PartMissing(f"{fact}. Choose an iteration before it, or restore the object") from error
         return True
+
+    def _retire(self, original: Manifest, copy: Manifest, there: set[str]) -> None:
+        """Copy the parts of a manifest that outlast its train state, and the record that this was deleted."""
+        self._has_parts(original.lasted(), copy.lasted(), there)
+        record = records.read(self.source, layout.retired_key(original.key), Retired)
+        update = {"manifest": copy.digest, "keys": copy.state_keys}
+        records.publish(self.root, layout.retired_key(copy.key), record.model_copy(update=update))
 
     def _fetch(self, original: Manifest, copy: Manifest) -> None:
         writer = PartWriter(self.root, self.run, copy.iteration, copy.stage)

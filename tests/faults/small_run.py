@@ -85,15 +85,16 @@ class Plan(BaseModel):
 
 
 class NotedOutbox(WriteBehind):
-    """Notes each wait."""
+    """Notes each wait for all jobs."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
         self._journal = journal
 
-    def settle(self) -> None:
-        self._journal.note("settle", "outbox", 0)
-        super().settle()
+    def settle(self, name=None) -> None:
+        if name is None:
+            self._journal.note("settle", "outbox", 0)
+        super().settle(name)
 
 
 class Observer:

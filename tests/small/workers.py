@@ -28,6 +28,7 @@ from tasks.engine.protocol import (
 )
 from tests.small.channel import SmallEnd, tensors_of
 from tests.small.critic import SmallCritic
+from tests.small.files import replace_file
 from tests.small.growing import going_on, grown
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
@@ -40,12 +41,6 @@ LAYERS = tuple(f"model.layers.{layer}.weight" for layer in range(4))
 LAYER = SIZE // len(LAYERS)  # float32 in each, in the order of the weights
 LONGEST = 6  # tokens of a response whose limit is shorter, if that did not cut it off
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
-
-
-def replace_file(path, content):
-    """Write a file whose earlier version the store may have taken as a part: replace it, do not change it in place."""
-    path.unlink(missing_ok=True)
-    path.write_bytes(content)
 
 
 def logprobs_of(weights, sequence):

@@ -28,8 +28,9 @@ from tasks.stages.held_state import STATE, ensure_reference, ensure_state, saved
 from tasks.stages.names import Stage
 from tasks.stages.stage import Work
 from tasks.stages.views import IDENTITY, Prepared, Trained
+from tests.small.files import replace_file
 from tests.small.here import GroupHere, WorkersHere
-from tests.small.workers import SmallTrainer, replace_file
+from tests.small.workers import SmallTrainer
 from tests.storage.tables import manifest
 from tests.tasks.config.test_run import MINIMAL
 from trainer_core.config import OptimizerConfig, ParallelConfig
