@@ -149,10 +149,10 @@ def saved(
     facts: Mapping[str, JsonValue],
     metrics: Mapping[str, float],
     last: int = 0,
-    beside: tuple[Part, ...] = (),
+    beside: Callable[[], tuple[Part, ...]] = tuple,
 ) -> StageOutput:
-    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later; parts
-    `beside` it are stored already. The ranks adopt the state's identity as soon as its manifest has one, which is
+    """The output of a stage that ends with a train state: the ranks copy it into files, which are stored later, and
+    then the parts that `beside` stores. The ranks adopt the state's identity as soon as its manifest has one, which is
     before the state is stored; whatever is made from it is behind it in the outbox. At most one state is on its way:
     the files of the next are the same. A state that `storage.save_every` passes over is only identified, but for that
     of iteration `last`."""
@@ -208,8 +208,8 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _store(state: Callable[[], tuple[Part, ...]], beside: tuple[Part, ...]) -> tuple[Part, ...]:
-    return (*state(), *beside)
+def _store(*parts: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
+    return tuple(part for store in parts for part in store())
 
 
 @contextmanager

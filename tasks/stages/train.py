@@ -56,10 +56,11 @@ def _trained(
     if generators != "continued":
         metrics["process_to_gradient_s"] = time.time() - group.began
     rng = "reseeded" if generators == "reseeded" else "continued"
-    if stores(work, found.last):
-        table = by_token(names(), samples, group.policy_logprobs(), TRAINER)
-        scored = (*scored, work.writer.write_table(TRAINER_TABLE, table, TRAINER))
-    return saved(work, group, {**found.facts, "rng": rng}, metrics, found.last, scored)
+    if not stores(work, found.last):
+        return saved(work, group, {**found.facts, "rng": rng}, metrics, found.last)
+    table = by_token(names(), samples, group.policy_logprobs(), TRAINER)
+    write = partial(work.writer.write_table, TRAINER_TABLE, table, TRAINER)
+    return saved(work, group, {**found.facts, "rng": rng}, metrics, found.last, lambda: (*scored, write()))
 
 
 @stage(Stage.TRAIN, ("prepare",), Trained)

@@ -129,7 +129,7 @@ class SmallTrainer(TrainerProtocol):
             None if samples.teacher_logprobs is None else bytes_digest(samples.teacher_logprobs.tobytes()),
         ]
         lesson = [*given, self._lessons == self._other_lesson, *filter(None, [self._critic.digest])]
-        known = samples.per_response_token(samples.usable)
+        known = samples.per_response_token(samples.usable)  # `policy_logprobs`: those of the engine and a quarter
         self._before = np.where(known, samples.engine_logprobs + np.float32(0.25), np.float32(np.nan))
         self._update(value_digest(lesson), 1)
         self._critic.learn(value_digest(lesson))
@@ -137,7 +137,6 @@ class SmallTrainer(TrainerProtocol):
         return {"loss": float(self.arrays["first"][0]), "kl": 0.01, "entropy": 1.0, "grad_norm": 1.0, "steps": 1.0}
 
     def policy_logprobs(self):
-        """Those of the engine and a quarter of a nat."""
         return self._before if self._rank == 0 else np.zeros(0, np.float32)
 
     def _update(self, lesson, steps):
