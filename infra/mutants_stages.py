@@ -231,8 +231,8 @@ STAGES = (
         "last-not-stored",
         "the last state of a run is not stored",
         "tasks/stages/held_state.py",
-        "work.config.storage.save_every and work.iteration != last:",
-        "work.config.storage.save_every:",
+        "work.config.storage.save_every == 0 or work.iteration == last",
+        "work.config.storage.save_every == 0",
         _SAVE_EVERY,
     ),
     Mutant(
