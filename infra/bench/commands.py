@@ -158,7 +158,8 @@ def faults(
     seconds: Annotated[
         float, Parameter(help="Seconds that rewards of an iteration take.", validator=Number(gte=0))
     ] = 0,
-    ranks: Annotated[int, Parameter(help="Trainer ranks, one pipeline.", validator=Number(gte=2))] = 2,
+    ranks: Annotated[int, Parameter(help="Trainer ranks, one pipeline.", validator=Number(gte=1))] = 2,
+    case: Annotated[CaseName, Parameter(help="Model and samples.")] = "tiny",
     settings: Settings = (),
     json: Json = False,
 ) -> int:
@@ -166,7 +167,7 @@ def faults(
     from infra.bench.faults import Faults, bench_faults
 
     with Output(json=json) as output:
-        order = Faults(iterations=iterations, every=every, seconds=seconds, ranks=ranks)
+        order = Faults(iterations=iterations, every=every, seconds=seconds, ranks=ranks, case=case)
         found = bench_faults(order, settings, output.say)
         output.result(found, _lines(found))
     return 0

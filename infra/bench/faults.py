@@ -20,6 +20,7 @@ from storage.errors import InputError, StageFailed
 from tasks.config.document import completed
 from tasks.config.environment import Settings, child_python_path
 from tasks.stages.names import Stage
+from trainer_core.config import Device
 
 SideName = Literal["undisturbed", "everything", "apart", "standby"]
 STEPS = {
@@ -37,7 +38,7 @@ _SIDES: dict[SideName, tuple[str, ...]] = {
     "undisturbed": (),
     "everything": ("run.retries=0",),
     "apart": ("run.retries=1000",),
-    "standby": ("run.retries=1000", "workers.standby=1"),
+    "standby": ("run.retries=1000",),
 }
 
 
@@ -75,7 +76,8 @@ class FaultsBench(BaseModel):
     """Mean of the undisturbed run."""
     sides: dict[SideName, Side]
     """`everything`: the command ends with the rank, and is started again. `apart`: the rank is replaced by Ratchet, and
-    the others keep their processes. `standby`: likewise, by a process that has its imports."""
+    the others keep their processes, on CPU. `standby`: likewise, by a process that has its imports; on cards, where all
+    ranks end with one, by as many as there are ranks."""
 
 
 class Faults(BaseModel):
@@ -111,11 +113,7 @@ def bench_faults(order: Faults, overrides: Sequence[str], told: Callable[[str], 
 
 
 def _measured(name: SideName, order: Faults, overrides: Sequence[str], folder: Path, whole: Side | None) -> Side:
-    settings = [
-        *(f"run.iterations={order.iterations}", f"train.parallel.pipeline={order.ranks}"),
-        *('reward.function="infra.bench.faults_rank:waited"', "reward.batch=true"),
-        *(f"reward.arguments.seconds={order.seconds}", *_SIDES[name], *overrides),
-    ]
+    settings = settings_of(name, order, Settings.from_environment().device("auto"), overrides)
     config = completed(copy.deepcopy(default_tables(order.case)), settings, None, "the bench")
     (folder / CONFIG).write_text(config.model_dump_json())
     policy = config.train.policy
@@ -139,6 +137,18 @@ def _measured(name: SideName, order: Faults, overrides: Sequence[str], folder: P
         differences=None if whole is None else len(differing),
         first_difference=differing[0] if differing else None,
     )
+
+
+def settings_of(name: SideName, order: Faults, device: Device, overrides: Sequence[str]) -> list[str]:
+    """Changes to the configuration of a run; `overrides` come last."""
+    replaced = order.ranks if device == "cuda" else 1
+    return [
+        *(f"run.iterations={order.iterations}", f"train.parallel.pipeline={order.ranks}"),
+        *('reward.function="infra.bench.faults_rank:waited"', "reward.batch=true"),
+        *(f"reward.arguments.seconds={order.seconds}", *_SIDES[name]),
+        *((f"workers.standby={replaced}",) if name == "standby" else ()),
+        *overrides,
+    ]
 
 
 def _driven(name: SideName, folder: Path) -> int:

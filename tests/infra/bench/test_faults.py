@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from infra.bench.faults import STEPS, steps_of
+from infra.bench.faults import STEPS, Faults, settings_of, steps_of
 from infra.bench.faults_rank import Mark
 
 
@@ -17,6 +17,13 @@ def test_a_step_ends_with_the_last_rank_and_a_gradient_before_the_death_is_notic
     found = steps_of([Mark(what=what, at=at) for what, at in marks], 10.0)
     assert list(found) == list(STEPS)
     assert list(found.values()) == pytest.approx([1.0, 1.5, 2.5, 6.0, 1.5, 0.5, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(("device", "waiting"), [("cpu", 1), ("cuda", 3)])
+def test_on_cards_a_process_waits_for_each_rank_because_all_of_them_end_with_one(device, waiting):
+    order = Faults(iterations=2, every=2, seconds=0, ranks=3)
+    assert f"workers.standby={waiting}" in settings_of("standby", order, device, ())
+    assert not any("standby" in one for one in settings_of("apart", order, device, ()))
 
 
 @pytest.mark.full
