@@ -3,6 +3,7 @@
 Ray chooses hosts and cards. Files get from host to host through the storage root alone.
 """
 
+import errno
 import fcntl
 import itertools
 import os
@@ -24,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from storage import layout
 from storage.backends.root import Root, open_root
-from storage.errors import InputError, RatchetError, WorkerLost
+from storage.errors import InputError, RatchetError, StorageUnavailable, WorkerLost
 from storage.manifest import Manifest, Part
 from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
@@ -298,8 +299,18 @@ def _answer(reference: Any, node: str, end: float) -> Any:
     try:
         return ray.get(reference, timeout=max(0.0, end - time.monotonic()))
     except RayTaskError as error:
-        kind = type(error.cause) if isinstance(error.cause, RatchetError) else WorkerLost
-        raise kind(f"host {_addresses().get(node, node)}: {error.cause}") from error
+        raise _named(error.cause, _addresses().get(node, node)) from error
     except (RayError, GetTimeoutError) as error:
         first = str(error).partition("\n")[0]
         raise WorkerLost(f"host {_addresses().get(node, node)} does not answer ({first})") from error
+
+
+def _named(cause: BaseException, host: str) -> RatchetError:
+    """What was raised on a host, with its name; a full disk, which no further attempt empties, with the repair."""
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageUnavailable(
+            f"host {host}: {cause}. Nothing that was committed is lost: free space on that host and start the same "
+            "command again"
+        )
+    kind = type(cause) if isinstance(cause, RatchetError) else WorkerLost
+    return kind(f"host {host}: {cause}")

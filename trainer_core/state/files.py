@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import socket
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -97,7 +98,10 @@ class MappedFiles:
         try:
             _reserve(path, size)
         except OSError as error:
-            raise StorageUnavailable(f"{size} bytes for a train state cannot be reserved in {path}: {error}") from error
+            fact = (
+                f"{size} bytes for a train state cannot be reserved in {path} on host {socket.gethostname()}: {error}"
+            )
+            raise StorageUnavailable(f"{fact}; free space there") from error
         mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
         mapped[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         if self._pinning is not None and self._pinning.pin(mapped, path):

@@ -4,12 +4,13 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from storage import layout
 from storage.backends.root import open_root
-from storage.errors import InputError, WorkerLost
+from storage.errors import InputError, StorageUnavailable, WorkerLost
 from storage.manifest import Manifest
 from storage.parts import PartWriter
 from tasks.workers import meeting
@@ -85,6 +86,12 @@ def test_each_host_fetches_and_stores_its_own_files(nodes, tmp_path):
     folders.remove(tmp_path / "loaded")
     assert not (tmp_path / "loaded").exists()
     assert len(set(on_each(nodes, os.getpid))) == 2
+
+
+def test_a_full_disk_of_a_host_is_named_with_the_host_and_is_not_tried_again(nodes):
+    full = Path("/dev/full")  # every write to it fails as on a disk without room
+    with pytest.raises(StorageUnavailable, match=rf"host {LOOPBACK}: .*No space left .*: free space on that host"):
+        on_each(nodes[:1], full.write_text, "x")
 
 
 def test_ranks_meet_in_what_ray_keeps_until_their_group_ends(nodes):
