@@ -151,4 +151,12 @@ ENVIRONMENTS = (
         'processes.pop(asked["end"])',
         ("tests/tasks/environments/test_hosting.py", *_PLAYED),
     ),
+    Mutant(
+        "environment-memory-unbounded",
+        "the process of an environment allocates without the limit that is configured",
+        "tasks/environments/host.py",
+        "        resource.setrlimit(resource.RLIMIT_DATA, (most, most))",
+        "        assert most",
+        ("tests/tasks/environments/test_hosting.py",),
+    ),
 )

@@ -41,6 +41,9 @@ class EnvironmentSection(Section):
     is not known. After the last one it has no reward, and nothing is trained on it."""
     processes: Annotated[int, RUNTIME] = Field(default=64, ge=1)
     """Conversations at a time, each with a process of its own for its environment."""
+    memory_mib: Annotated[int | None, RUNTIME] = Field(default=None, ge=16)
+    """MiB that each process of an environment may allocate beyond what its import has. An allocation that fails is a
+    failure, and no reward. By default nothing limits it."""
 
     @field_validator("arguments")
     @classmethod

@@ -11,6 +11,7 @@ import gc
 import inspect
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -113,18 +114,27 @@ def _serve(order: Mapping[str, Any], found: UserFunction, descriptor: int, host:
             nothing = os.open(os.devnull, os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(nothing, target)
-            asyncio.run(_conversation(made_by(found, order["arguments"]), socket.socket(fileno=descriptor)))
+            _limit_memory(order["memory_mib"])
+            environment = made_by(found, order["arguments"])
+            asyncio.run(_conversation(environment, socket.socket(fileno=descriptor), order["memory_mib"]))
     finally:
         os._exit(0)
 
 
-async def _conversation(environment: Any, ours: socket.socket) -> None:
+def _limit_memory(mib: int | None) -> None:
+    """Bound what this process, and each that it starts, can allocate beyond what this process has now."""
+    if mib is not None:
+        most = psutil.Process().memory_info().data + (mib << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+async def _conversation(environment: Any, ours: socket.socket, memory_mib: int | None) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=16 * LARGEST)
     while line := await reader.readline():
         try:
             answer = json.dumps(await _answer(environment, json.loads(line)), allow_nan=False)
-        except InputError as error:
-            answer = _failed(storable(str(error)))
+        except (InputError, MemoryError) as error:
+            answer = _failed(_told(error, memory_mib))
         except (TypeError, ValueError, RecursionError) as error:  # of json: a message holds something else than texts
             answer = _failed(f"it gave what JSON cannot hold: {described(error)}")
         if len(answer) > LARGEST:
@@ -162,6 +172,14 @@ async def _saved(environment: Any) -> str | None:
 
 def _offers(environment: Any, method: str) -> bool:
     return inspect.iscoroutinefunction(getattr(type(environment), method, None))
+
+
+def _told(error: InputError | MemoryError, memory_mib: int | None) -> str:
+    """A failure in words, which name the limit that it met."""
+    words = storable(str(error)) if isinstance(error, InputError) else described(error)
+    if memory_mib is None or not any(isinstance(one, MemoryError) for one in (error, error.__context__)):
+        return words
+    return f"{words}: environment.memory_mib = {memory_mib} limits its memory; raise it, or leave it out"
 
 
 def _failed(detail: str) -> str:

@@ -102,6 +102,7 @@ class Host:
             )
         self._control.settimeout(_START_S)
         order = {"target": asdict(found), "arguments": arguments, "secrets": list(secrets)}
+        order["memory_mib"] = section.memory_mib
         try:
             self._control.send(json.dumps(order).encode())
             hello = json.loads(self._control.recv(PACKET) or b'{"detail": "its process ended while it was imported"}')

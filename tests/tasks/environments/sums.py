@@ -89,6 +89,14 @@ async def misbehave(how):
         raise RuntimeError("no")
 
 
+class Greedy(Sums):
+    """Allocates 1 GiB in the turn whose answer is `2`."""
+
+    async def step(self, action):
+        self._held = bytearray(1 << 30) if action == "2" else b""
+        return await super().step(action)
+
+
 KINDS = ("good", "die", "hang", "block", "raise", "message", "endless", "speaks", "nan", "set")
 
 

@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tasks.config.playing import EnvironmentSection
-from tasks.environments.hosting import Host, host_processes
+from tasks.environments.hosting import EnvironmentFailed, Host, host_processes
 
 FILE = Path(__file__).parent / "sums.py"
 PATIENCE_S = 60.0
@@ -84,6 +85,22 @@ def test_the_end_of_a_conversation_of_an_earlier_host_ends_nothing_of_the_presen
                 await earlier.aclose()
                 async with await host.open():  # so the packet before it was read
                     assert (await opened.ask(PATIENCE_S, "turn 1", action="1"))["done"] is False
+
+    with Host(section) as host:
+        asyncio.run(play(host))
+
+
+def test_an_environment_that_allocates_beyond_its_limit_fails_by_name_while_others_go_on():
+    section = EnvironmentSection(function=f"{FILE}:Greedy", memory_mib=64)
+
+    async def play(host):
+        async with await host.open() as other, await host.open() as greedy:
+            for one in (greedy, other):
+                await one.ask(PATIENCE_S, "its beginning", **BEGIN)
+            with pytest.raises(EnvironmentFailed, match=r"MemoryError.*environment\.memory_mib = 64") as failure:
+                await greedy.ask(PATIENCE_S, "turn 1", action="2")
+            assert failure.value.reason == "exception"
+            assert (await other.ask(PATIENCE_S, "turn 1", action="1"))["done"] is False
 
     with Host(section) as host:
         asyncio.run(play(host))
