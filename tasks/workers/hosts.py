@@ -306,7 +306,7 @@ def _answer(reference: Any, node: str, end: float) -> Any:
 
 
 def _named(cause: BaseException, host: str) -> RatchetError:
-    """What was raised on a host, with its name; a full disk, which no further attempt empties, with the repair."""
+    """Error that a host raised, with its name; a full disk, which no further attempt empties, has the repair."""
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageUnavailable(
             f"host {host}: {cause}. Nothing that was committed is lost: free space on that host and start the same "
