@@ -97,9 +97,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Processes that the tests start inherit it. One that wakes up does not interrupt another, so ranks on few cores
-    # spend a quarter less on switches, and on locks whose holders are interrupted.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Measures())
 
