@@ -110,10 +110,14 @@ _SCORE = (
     _COMPONENTS,
 )
 
+_OF_SAMPLE = (
+    _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
+    _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+)
+
 REWARD = pa.schema(
     [
-        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
-        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+        *_OF_SAMPLE,
         *_SCORE,
     ],
     metadata={"table": "reward", "version": str(SCHEMA_VERSION)},
@@ -121,8 +125,7 @@ REWARD = pa.schema(
 
 TEACHER = pa.schema(
     [
-        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
-        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+        *_OF_SAMPLE,
         _field(
             "logprobs",
             pa.list_(pa.float32()),
@@ -135,8 +138,7 @@ TEACHER = pa.schema(
 
 TRAINER = pa.schema(
     [
-        _field("prompt_id", pa.string(), "id of the prompt in its dataset"),
-        _field("sample_id", pa.int32(), "number of the sample within its prompt group"),
+        *_OF_SAMPLE,
         _field(
             "logprobs",
             pa.list_(pa.float32()),
