@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -196,8 +196,8 @@ def s3_requests(folder: Path, iterations: int = 4) -> tuple[float, float]:
     class AtOnce(WriteBehind):
         """An outbox that waits for each job, so that requests belong to what is done."""
 
-        def add(self, job: Callable[[], object]) -> Any:
-            added = super().add(job)
+        def add(self, job: Callable[[], object], name: Hashable = None) -> Any:
+            added = super().add(job, name)
             self.settle()
             return added
 

@@ -30,7 +30,7 @@ from tests.small.config import _DOCUMENT
 
 PROJECT = Path(__file__).resolve().parents[3]
 SMALL = Path(__file__).with_name("small.yaml")
-DEADLINE_S = 240
+DEADLINE_S = 600
 _PYTHON = "PYTHON_OF_THE_TESTS"
 
 
