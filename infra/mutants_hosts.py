@@ -79,6 +79,14 @@ HOSTS = (
         ("tests/tasks/workers/test_stalls.py",),
     ),
     Mutant(
+        "stalls-without-a-stage",
+        "a rank that waits for another does not say in which stage",
+        "tasks/workers/actors.py",
+        "actor.call.remote(current_stage(), method",
+        'actor.call.remote("", method',
+        _SURVIVORS,
+    ),
+    Mutant(
         "clocks-of-hosts-unlike",
         "a host whose clock is minutes behind is used",
         "tasks/workers/hosts.py",

@@ -27,6 +27,7 @@ from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
+from tasks.workers.stalls import within
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class StageFunction[**P, V: View]:
         writer = PartWriter(context.root, context.run, iteration, self.stage, revision)
         tries = context.tries(self.stage, iteration)
         while True:
-            with tries:
+            with tries, within(f"{self.stage} of iteration {iteration}"):
                 if (done := committed(context, iteration, self.stage, digests)) is not None:
                     return Performed(self.view(done), reused=True)
                 kill_points.reached(Point.STARTED, writer.manifest_key)

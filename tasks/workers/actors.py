@@ -16,7 +16,7 @@ from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 
 from storage.errors import OutOfMemory, RatchetError, WorkerLost
 from tasks.workers.cluster import NAMESPACE
-from tasks.workers.stalls import Watch
+from tasks.workers.stalls import Watch, current_stage, within
 from trainer_core.progress import listen
 
 _GRACE_S = 5.0  # time the others get to end their part of a call after one member has failed
@@ -49,10 +49,10 @@ class Host:
         """The label that Ray puts before the lines that this process prints."""
         return self._label
 
-    def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the object. One that this process has made before is let go first."""
+    def make(self, factory: Callable[..., Any], arguments: tuple[Any, ...], stage: str = "") -> None:
+        """Make the object, for a stage. One that this process has made before is let go first."""
         self._held = None
-        with self._watch.over(_START):
+        with within(stage), self._watch.over(_START):
             self._held = factory(*arguments)
 
     def become(self, label: str) -> None:
@@ -62,10 +62,10 @@ class Host:
             stream.write(f"{LOG_PREFIX_ACTOR_NAME}{label}\n")
             stream.flush()
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of the object."""
+    def call(self, stage: str, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the object, for a stage."""
         self._calls += 1
-        with self._watch.over(method):
+        with within(stage), self._watch.over(method):
             return operator.methodcaller(method, *arguments, **options)(self._held)
 
     def pid(self) -> int:
@@ -96,13 +96,14 @@ class WorkerGroup:
     def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
         """Have each member make its object from its own arguments. Does not wait; the first call does."""
         self._start_deadline_s = deadline_s
-        self._starting = [actor.make.remote(factory, own) for actor, own in zip(self._actors, arguments, strict=True)]
+        members = zip(self._actors, arguments, strict=True)
+        self._starting = [actor.make.remote(factory, own, current_stage()) for actor, own in members]
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> "PendingCall":
         if self._ended:
             raise WorkerLost(f"{self._labels[0]} has ended; the next attempt starts a new one")
         shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
-        references = [actor.call.remote(method, *shared, **options) for actor in self._actors]
+        references = [actor.call.remote(current_stage(), method, *shared, **options) for actor in self._actors]
         return PendingCall(self, references, method)
 
     def gather(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:

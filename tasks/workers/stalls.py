@@ -1,4 +1,5 @@
-"""A call that makes no progress says so itself, from a thread of its process: where it has been for most of a minute.
+"""A call that makes no progress says so itself, from a thread of its process: where it has been for most of a minute,
+and for which stage.
 
 The line goes the way of all lines of a process, to the one that drives the run. A process that is frozen says nothing;
 those that wait for it say that they wait.
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -17,6 +19,22 @@ STALL_S = 45.0
 _LOOK_S = 5.0
 _OURS = ("tasks", "trainer_core", "storage")
 _PLACES = 3
+_stage: ContextVar[str] = ContextVar("stage", default="")
+
+
+@contextmanager
+def within(stage: str) -> Iterator[None]:
+    """Say for which stage this thread works during a block, such as `train of iteration 3`."""
+    before = _stage.set(stage)
+    try:
+        yield
+    finally:
+        _stage.reset(before)
+
+
+def current_stage() -> str:
+    """The stage that this thread works for; empty outside of stages."""
+    return _stage.get()
 
 
 class Watch:
@@ -33,7 +51,8 @@ class Watch:
     def over(self, call: str) -> Iterator[None]:
         """Watch this thread for the duration of a call."""
         self._calls += 1
-        self._call = self._calls, call, threading.get_ident()
+        named = f"{call} ({current_stage()})" if current_stage() else call
+        self._call = self._calls, named, threading.get_ident()
         try:
             yield
         finally:

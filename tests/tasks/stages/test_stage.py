@@ -9,6 +9,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rewards, Rollouts
+from tasks.workers.stalls import current_stage
 from tests.small.config import small_config
 from tests.small.here import WorkersHere
 
@@ -47,6 +48,15 @@ def test_a_committed_stage_is_not_done_again(context):
     assert (first.reused, second.reused) == (False, True)
     assert second.view == first.view
     assert len(calls) == 1
+
+
+def test_what_works_for_a_stage_knows_its_name(context):
+    @stage(Stage.ROLLOUT, (), Rollouts)
+    def body(work: Work) -> StageOutput:
+        return StageOutput(facts={**FACTS, "stage": current_stage()})
+
+    assert body.perform(context, 3, ()).view.manifest.facts["stage"] == "rollout of iteration 3"
+    assert current_stage() == ""
 
 
 def test_facts_have_types(context):

@@ -127,7 +127,7 @@ def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster)
     found = WorkerGroup(["first", "second"], actors)
     assert found.in_step()
     assert found.submit("pop").wait(WAIT_S) == [7, 7]
-    found._actors[0].call.remote("append", 1)  # the flow process might have died between two members
+    found._actors[0].call.remote("", "append", 1)  # the flow process might have died between two members
     assert not found.in_step()
 
 

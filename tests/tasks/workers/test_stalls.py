@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tasks.workers.stalls import STALL_S, Watch
+from tasks.workers.stalls import STALL_S, Watch, within
 
 
 class Waiting:
@@ -18,7 +18,7 @@ class Waiting:
         self.inside.wait()
 
     def _run(self) -> None:
-        with self._watch.over("train_policy"):
+        with within("train of iteration 3"), self._watch.over("train_policy"):
             self.inside.set()
             self.end.wait()
 
@@ -53,7 +53,7 @@ def test_a_call_that_stands_still_is_told_once_with_its_place(watch, said, now):
     waiting.stop()
     assert said
     assert len(set(said)) == len(said)
-    assert said[-1].startswith(f"no progress in train_policy for {STALL_S:.0f} s on host ")
+    assert said[-1].startswith(f"no progress in train_policy (train of iteration 3) for {STALL_S:.0f} s on host ")
     assert " (wait)" in said[-1]
 
 

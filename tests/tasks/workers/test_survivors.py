@@ -12,6 +12,7 @@ from storage.errors import WorkerLost
 from tasks.config.environment import Settings
 from tasks.workers.actors import fresh_names, spawn
 from tasks.workers.ranks import start_trainers
+from tasks.workers.stalls import current_stage, within
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
 LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
@@ -29,6 +30,9 @@ class Rank:
 
     def where(self) -> tuple[int, int]:
         return self.rank, os.getpid()
+
+    def stage(self) -> str:
+        return current_stage()
 
     def meet(self, dies: int | None) -> None:
         if self.rank == dies:
@@ -55,6 +59,8 @@ def fails(group, dies):
 def test_survivors_keep_their_places_until_something_else_than_a_death_ends_them():
     first = group_of()
     before = dict(first.submit("where").wait(WAIT_S))
+    with within("train of iteration 3"):
+        assert first.submit("stage").wait(WAIT_S) == ["train of iteration 3"] * 3
     assert "trainer rank 1 of 3 died during meet" in fails(first, 1)
     there = first.survivors()
     assert sorted(there) == [0, 2]
