@@ -29,6 +29,7 @@ from storage.ids import check_run_name
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import require_run, runs
 from storage.upkeep.fork import Announce, fork
+from storage.upkeep.redoing import unfinished
 from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
@@ -111,16 +112,21 @@ def choose_revision(run: str, root: str, revision: Count, reason: str, patience_
 
 
 def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
-    """Choose, unless that revision is the head. Raises InputError if the run cannot go on from it, LeaseHeld if it is
-    driven."""
+    """Choose, unless that revision is the head and nothing is withdrawn by that. Raises InputError if the run cannot go
+    on from it, LeaseHeld if it is driven."""
     store = open_root(root)
     require_run(store, run)
     if not reason.strip():
         raise InputError("a reason is missing: say why; it is recorded with the choice")
-    if read_revisions(store, run).head == revision:
+    revisions = read_revisions(store, run)
+    begun = unfinished(store, run, revisions)
+    other = None if begun is None or begun.revision == revision else begun.revision
+    if revisions.head == revision and other is None:
         return Completed(message=f"run {run}: revision {revision} is the head already")
     before = make_head(store, run, revision, reason, f"flow run {flow_run.get_name()}", owner())
-    return Completed(message=f"run {run}: revision {revision} is the head, before it was {before}")
+    stays = f"stays the head: revision {other}, which was not finished, is withdrawn"
+    chosen = stays if before == revision else f"is the head, before it was {before}"
+    return Completed(message=f"run {run}: revision {revision} {chosen}")
 
 
 @form("export", "{run} export")

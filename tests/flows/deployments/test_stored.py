@@ -8,7 +8,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.deployments.runs import rerun_stage
 from flows.deployments.stored import begin_choice, begin_fork
-from flows.driving import rerun
+from flows.driving import is_redoing, rerun
 from flows.site.entries import read_deployments
 from storage.backends.root import Root
 from storage.errors import InputError
@@ -47,6 +47,14 @@ def test_a_revision_beside_the_head_is_chosen_once(trained: Root, tmp_path: Path
     )
     assert begin_choice(RUN, str(trained.folder), 1, "better").message == f"run {RUN}: revision 1 is the head already"
     assert [one.revision for one in read_revisions(trained, RUN).choices] == [1]
+
+
+def test_the_choice_of_the_head_withdraws_a_rerun_that_is_not_finished(trained: Root):
+    rerun(trained, RUN, Wanted(1, Stage.REWARD, "odd", "a person", cascade=False))
+    for words in ("stays the head: revision 1, which was not finished, is withdrawn", "is the head already"):
+        assert begin_choice(RUN, str(trained.folder), 0, "no").message == f"run {RUN}: revision 0 {words}"
+    assert not is_redoing(trained, RUN)
+    assert [one.revision for one in read_revisions(trained, RUN).choices] == [0]
 
 
 @pytest.mark.parametrize(
