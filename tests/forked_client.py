@@ -23,13 +23,15 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def kind_of(arguments: list[str]) -> str | None:
     """The kind of process; None if no server has what it needs.
 
-    The worker of a site begins as always: whoever ends a site looks for what the worker has started.
+    Of those that `multiprocessing` starts, engines and their workers are forked. The worker of a site begins as always:
+    whoever ends a site looks for what the worker has started.
     """
     if arguments[0] == "-m":
         ours = arguments[1].split(".")[0] in ("flows", "uvicorn") and arguments[1] != "flows.site.worker"
         return "command" if ours else None
     if arguments[0] == "-c":
-        return None if "multiprocessing" in arguments[1] else "command"
+        spawned = "multiprocessing.spawn" in arguments[1] and "VLLM_WORKER_MULTIPROC_METHOD" in os.environ
+        return "engine" if spawned else None if "multiprocessing" in arguments[1] else "command"
     if arguments[0].endswith(WORKER):
         return "engine" if "VLLM_WORKER_MULTIPROC_METHOD" in os.environ else "rank"
     return "command" if arguments[0].endswith(RAY) else None
@@ -37,7 +39,7 @@ def kind_of(arguments: list[str]) -> str | None:
 
 def main(folder: str, python: str, arguments: list[str]) -> None:
     """Become Python, or stay for a process that is forked."""
-    options = 1 if arguments[:1] == ["-u"] else 0
+    options = next((place for place, one in enumerate(arguments) if one[:2] not in ("-u", "-W")), len(arguments))
     kind = kind_of(arguments[options:]) if len(arguments) > options else None
     if kind is None or not Path(folder, kind, "socket").exists():
         os.execv(python, [python, *arguments])
@@ -67,7 +69,7 @@ def main(folder: str, python: str, arguments: list[str]) -> None:
             signal.signal(number, hand_on)
     for file in files:
         os.close(file)  # whoever reads what the process writes waits for the process alone
-    if kind != "command":
+    if arguments[options].endswith(WORKER):
         Path("/proc/self/comm").write_text("ray::Host")  # what Ray calls its worker, so that both are seen as such
     code = int(answers.readline() or "70")
     if code < 0:

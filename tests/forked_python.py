@@ -10,6 +10,7 @@ import fcntl
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -228,6 +229,7 @@ def _execute(arguments: list[str]) -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *arguments[2:]], ""
+        multiprocessing.set_executable(sys.executable)
         exec(arguments[1], vars(importlib.import_module("__main__")))
     else:
         sys.argv = arguments

@@ -15,7 +15,7 @@ from tests.tasks.engine_process import CONTEXT, engine_process
 def engines(tmp_path_factory):
     """Engines by family and `tied`: each started from the model `old`, and a model `new` of the same shape."""
     folder = tmp_path_factory.mktemp("models")
-    with engine_process() as process:
+    with engine_process(tmp_path_factory) as process:
         reference = process.Reference()
         served = {}
         for family, tied in (("qwen3", False), ("qwen3", True), ("llama", True)):
@@ -34,7 +34,7 @@ def engines(tmp_path_factory):
 def experts(tmp_path_factory):
     """Engines with experts by family: each started from the model `old`, and a model `new` of the same shape."""
     folder = tmp_path_factory.mktemp("experts")
-    with engine_process() as process:
+    with engine_process(tmp_path_factory) as process:
         reference, served = process.Reference(), {}
         for family in ("qwen3-moe", "deepseek-v3"):
             models = {name: str(folder / f"{name}-{family}") for name in ("old", "new")}
@@ -52,7 +52,7 @@ def split(tmp_path_factory):
     folder = tmp_path_factory.mktemp("split")
     meeting_place = folder / "meeting"
     meeting_place.mkdir()
-    with engine_process() as process:
+    with engine_process(tmp_path_factory) as process:
         reference, models = process.Reference(), {name: str(folder / name) for name in ("old", "new")}
         for seed, directory in enumerate(models.values()):
             reference.make_family(directory, seed, "qwen3-moe", moe_intermediate_size=64, num_key_value_heads=1)

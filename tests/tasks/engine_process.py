@@ -5,16 +5,19 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import spawn
 from multiprocessing.managers import BaseManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tasks.config.environment import engine_environment
 from tasks.engine.protocol import EngineSpec, Sampling
 from tasks.engine.vllm.engine import Engine
+from tests.forked_python import forked_python
 from tests.tasks.engine_scheduling import Schedulers, write_tokenizer
 
 VOCABULARY = 32
@@ -335,18 +338,21 @@ EngineProcess.register("Schedulers", Schedulers)
 
 
 @contextmanager
-def engine_process() -> Iterator[Any]:
-    """Start the process; it ends with the block."""
-    manager = EngineProcess(ctx=multiprocessing.get_context("spawn"))
-    manager.start(_set_environment, (engine_environment("cpu", gpus=(), local=True),))
+def engine_process(factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Start the process, forked as those of its workers are; it ends with the block."""
+    manager, own = EngineProcess(ctx=multiprocessing.get_context("spawn")), spawn.get_executable()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in engine_environment("cpu", gpus=(), local=True).items():
+            patch.setenv(name, value)
+        multiprocessing.set_executable(forked_python(factory, "engine"))
+        try:
+            manager.start()
+        finally:
+            multiprocessing.set_executable(own)
     try:
         yield manager
     finally:
         manager.shutdown()
-
-
-def _set_environment(environment: dict[str, str]) -> None:
-    os.environ.update(environment)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

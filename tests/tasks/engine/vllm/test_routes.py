@@ -150,8 +150,8 @@ def test_the_trainer_uses_the_experts_of_the_engine(served):
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_bf16_replay_brings_engine_and_trainer_together(family, tmp_path):
-    with engine_process() as process:
+def test_in_bf16_replay_brings_engine_and_trainer_together(family, tmp_path, tmp_path_factory):
+    with engine_process(tmp_path_factory) as process:
         process.Reference().make_family(str(tmp_path), 0, family)
         limits = {"max_model_len": 64, "max_num_seqs": 64, "kv_cache_bytes": 16 << 20}
         engine = process.Engine(EngineSpec(model_dir=str(tmp_path), dtype="bfloat16", routes=True, **limits))
