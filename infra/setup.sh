@@ -26,7 +26,8 @@ find_python() {
   echo "setup: Python 3.12 is required but was not found: install python3.12, or 'pyenv install 3.12'" >&2
   exit 2
 }
-python=$("$(find_python)" -c 'import sys; print(sys.executable)')
+# a virtual environment of the caller's may have no pip: the Python that it was made from is used
+python=$("$(find_python)" -c 'import sys; print(sys._base_executable)')
 
 # uv of a pinned version, kept in the project and out of any other Python
 if command -v uv >/dev/null 2>&1 && [ "$(uv --version 2>/dev/null | cut -d' ' -f2)" = "$UV_VERSION" ]; then

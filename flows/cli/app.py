@@ -152,8 +152,9 @@ def prove_resume(
 @app.command
 def completion(shell: Literal["bash", "zsh", "fish"] = "bash", /) -> int:
     """Print a script by which a shell completes commands and options: `source <(ratchet completion bash)`."""
-    output = Output()
-    output.text(app.generate_completion(prog_name="ratchet", shell=shell))
+    output, script = Output(), app.generate_completion(prog_name="ratchet", shell=shell)
+    # the script for zsh is one to be found in a folder: where it is sourced, nothing has named the function
+    output.text(f"{script}\ncompdef _cyclopts_ratchet ratchet" if shell == "zsh" else script)
     return 0
 
 

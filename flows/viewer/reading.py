@@ -217,9 +217,9 @@ def _shade(color: str, logprob: float, trainer: float | None, version: int, adva
         return f"version-{version % _VERSIONS}"
     if color == "advantage":
         return "plain" if not advantage else "better" if advantage > 0 else "worse"
-    if color in ("trainer", "ratio") and trainer is None:
+    if color not in ("trainer", "ratio"):
+        return f"surprise-{int(np.searchsorted(_UNCERTAIN, -logprob))}"
+    if trainer is None:
         return "plain"
-    if trainer is not None and color == "ratio":
-        return f"surprise-{int(np.searchsorted(_APART, abs(trainer - logprob)))}"
-    by = trainer if trainer is not None and color == "trainer" else logprob
-    return f"surprise-{int(np.searchsorted(_UNCERTAIN, -by))}"
+    edges, value = (_UNCERTAIN, -trainer) if color == "trainer" else (_APART, abs(trainer - logprob))
+    return f"surprise-{int(np.searchsorted(edges, value))}"

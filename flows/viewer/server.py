@@ -57,7 +57,8 @@ class Guard:
             return PlainTextResponse(f"{host!r} is not this viewer: open {HOST}, or localhost\n", 421)
         if origin is not None and origin != f"http://{host}":
             return PlainTextResponse(f"requests from {origin!r} are refused\n", 403)
-        if (token := request.query_params.get("token")) is not None and self._is_ours(token):
+        token, reads = request.query_params.get("token"), request.method in ("GET", "HEAD")
+        if reads and token is not None and self._is_ours(token):
             answer = RedirectResponse(str(request.url.remove_query_params("token")), 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer

@@ -1,6 +1,8 @@
 """One way to name a run, an iteration and a stage, and the messages about a mistyped command line."""
 
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from cyclopts import App
@@ -87,9 +89,23 @@ def test_every_command_is_in_a_group_of_the_help(capfd: pytest.CaptureFixture[st
     assert [title for title in ("Begin", "Train", "Look", "Use", "Keep in order", "A site") if title not in said] == []
 
 
-def test_a_shell_reads_what_completes_commands(capfd: pytest.CaptureFixture[str]):
-    assert execute(["completion", "bash"]) == 0
-    script = capfd.readouterr().out
-    assert "check-sync" in script
-    assert "--keep-newest" in script
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+SHELLS = {
+    "bash": """source "$1"; COMP_WORDS=(ratchet check-s) COMP_CWORD=1
+        $(complete -p ratchet | sed 's/.*-F \\([^ ]*\\).*/\\1/'); printf '%s\\n' "${COMPREPLY[@]}" """,
+    "zsh": """autoload -Uz compinit; compinit -u -D; source "$1"; functions $_comps[ratchet]""",
+    "fish": """source $argv[1]; complete -C 'ratchet check-s'""",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes_commands(shell: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert execute(["completion", shell]) == 0
+    script = tmp_path / "script"
+    script.write_text(capfd.readouterr().out)
+    assert "keep-newest" in script.read_text()
+    if shell != "bash" and shutil.which(shell) is None:
+        assert ("compdef _cyclopts_ratchet ratchet" in script.read_text()) == (shell == "zsh")
+        return
+    order = [shell, "-c", SHELLS[shell], *([] if shell == "fish" else [shell]), str(script)]
+    said = subprocess.run(order, text=True, capture_output=True, check=True).stdout
+    assert "check-sync" in said

@@ -85,6 +85,7 @@ def test_only_this_machine_s_browser_with_the_token_is_let_in(root: Root):
         assert (answer.status_code, "set-cookie" in answer.headers) == (403, False), path
         assert "ratchet view" in answer.text
         assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert strange.post(f"/?token={TOKEN}").status_code == 403
     entered = strange.get(f"/run/{RUN}?token={TOKEN}&metric=train/loss", follow_redirects=False)
     assert (entered.status_code, entered.headers["location"]) == (303, f"{HERE}/run/{RUN}?metric=train%2Floss")
     assert {"httponly", "samesite=strict"} <= set(entered.headers["set-cookie"].lower().split("; "))
