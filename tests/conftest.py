@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -114,9 +115,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(OVER_ANY_BACKEND) and _parameter(item, "any_root") == "s3":
             item.add_marker(pytest.mark.slow)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        places = {group: place for place, group in enumerate(GROUPS)}
-        items.sort(key=lambda item: places.get(group_of(item.nodeid), len(GROUPS)))
+    places = {group: place for place, group in enumerate(GROUPS)}
+    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(GROUPS)))
+
+
+_ENDS = pytest.StashKey[ExitStack]()
+
+
+@pytest.fixture(scope="session")
+def group_end(request: pytest.FixtureRequest) -> ExitStack:
+    """What is done behind the last test of a group: a server without work takes a tenth of a core."""
+    return request.session.stash.setdefault(_ENDS, ExitStack())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if _ENDS in item.session.stash and nextitem and group_of(item.nodeid) != group_of(nextitem.nodeid):
+        item.session.stash[_ENDS].close()
 
 
 @pytest.fixture(scope="module")

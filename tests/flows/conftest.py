@@ -2,6 +2,7 @@
 
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,14 @@ def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(prefect_home: Path) -> Iterator[TemporaryServer]:
+def prefect_server(prefect_home: Path, group_end: ExitStack) -> Iterator[TemporaryServer]:
     """A real server with a database of its own."""
-    with TemporaryServer() as server:
+    with ExitStack() as ends:
+        group_end.callback(ends.close)
+        server = ends.enter_context(TemporaryServer())
+        ends.callback(drain)
         server.wait(240)
         yield server
-        drain()
 
 
 @pytest.fixture

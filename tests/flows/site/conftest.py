@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -95,16 +95,20 @@ def up(folder: Path, port: int, *more: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")  # starting one takes long
-def site(python: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
+def site(python: None, group_end: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteHere]:
     folder, port = tmp_path_factory.mktemp("site") / "site", free_port()
     folder.mkdir(mode=0o700)
     prepared(folder / "prefect", tmp_path_factory)
     faults(folder).mkdir()
-    try:
+    with ExitStack() as ends:
+        group_end.callback(ends.close)
+        ends.callback(down, folder)
         yield SiteHere(folder, port, up(folder, port)["api"])
-    finally:
-        ended = command("down", f"--folder={folder}")
-        assert ended.code == 0, ended.err
+
+
+def down(folder: Path) -> None:
+    ended = command("down", f"--folder={folder}")
+    assert ended.code == 0, ended.err
 
 
 def faults(folder: Path) -> Path:
