@@ -90,7 +90,7 @@ def test_each_trained_token_was_sampled_under_its_very_prefix(undisturbed):
 @pytest.mark.slow
 def test_after_kills_the_answers_are_repeated_and_not_sampled_again(tmp_path, undisturbed):
     root, given = open_root(str(tmp_path / "root")), config("sums")
-    for number, after in enumerate((4, 11)):
+    for number, after in enumerate((4, 4)):  # so few that much is left, however far others got by then
         with pytest.raises(Killed):
             at = killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE, after)
             driver(root, given, tmp_path / str(number), at=at).drive()
