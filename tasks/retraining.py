@@ -16,7 +16,7 @@ from storage.selection import OFFERED
 from storage.upkeep.catalog import names, stored_states
 from storage.upkeep.fork import Announce, Forked, branch
 from tasks.checks import check_branch
-from tasks.config.document import apply_overrides, load_changes, merged, parse_config, with_functions
+from tasks.config.document import apply_overrides, load_changes, merged, reparsed
 from tasks.config.retrain import absolute, moment_before, place_of, state_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord, check_fixed, stored_config
@@ -41,7 +41,7 @@ def retrain_config(
     if (before := _recorded(root, run)) is not None:
         if before.retrain is None:
             raise InputError(f"run {run!r} exists and samples for itself: give the new run another name")
-        return _parsed(merged(before.model_dump(mode="json"), changes), run)
+        return reparsed(merged(before.model_dump(mode="json"), changes), run)
     table = changes.get("retrain")
     start = table.get("start") if isinstance(table, dict) else None
     if not isinstance(start, str):
@@ -52,7 +52,7 @@ def retrain_config(
     document["run"] = {**document["run"], "name": run, "iterations": 0}
     document["evaluate"] = {"every": 0}  # it needs an engine, and the examples need samples of the run's own
     document["report"] = {**document["report"], "examples": 0}
-    made = _parsed(merged(_corrected(document, changes), changes), run)
+    made = reparsed(merged(_corrected(document, changes), changes), run)
     check_fixed(before, made, place.run, "a run that begins from it")
     return made
 
@@ -109,10 +109,6 @@ def begin_retraining(
 def _recorded(root: Root, run: str) -> RunConfig | None:
     """The configuration of a run; None if there is no such run yet."""
     return stored_config(root, run) if root.exists(layout.run_config_key(check_run_name(run))) else None
-
-
-def _parsed(document: dict[str, Any], run: str) -> RunConfig:
-    return parse_config(with_functions(document, None), f"of run {run} with the given settings")
 
 
 def _corrected(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def main() -> int:
 def measured(folder: Path) -> Units:
     """All unit costs."""
     each_bytes, each_ms = manifest_units(open_root(str(folder / "runs")))
-    with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as cluster:
+    with Cluster(Settings(ray_address=None, gpus=())) as cluster:
         cluster.start()
         (head,) = (one for one in cluster.processes() if one.name() == "gcs_server")
         names = fresh_names("scale/rank", _ACTORS)

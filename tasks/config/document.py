@@ -135,11 +135,11 @@ def apply_override(document: dict[str, Any], override: str) -> None:
     table[keys[-1]] = value
 
 
-def with_functions(document: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """A parsed document with absolute paths of functions' files, and digests of the sources of objectives and engine.
-    Raises InputError: there is no such file, beside the configuration is another one than in the working directory, or
-    the source of an objective or of the engine has another digest than the document gives."""
-    return _located(document, folder, files=False)
+def reparsed(document: dict[str, Any], run: str) -> RunConfig:
+    """The configuration of a document made from that of a run: with absolute paths of functions' files, and digests of
+    the sources of objectives and engine. Raises InputError: there is no such file, the source of an objective or of the
+    engine has another digest than the document gives, or as `parse_config`."""
+    return parse_config(_located(document, None, files=False), f"of run {run} with the given settings")
 
 
 def _located(document: dict[str, Any], folder: Path | None, files: bool = True) -> dict[str, Any]:

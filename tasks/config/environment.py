@@ -4,7 +4,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +95,6 @@ class Settings:
     """The environment's settings for the machine and the cluster."""
 
     ray_address: str | None  # `host:port` of a Ray cluster to attach to; None starts a local Ray
-    ray_token: str | None = field(repr=False)  # token that Ray's servers require
     gpus: tuple[str, ...]  # the cards this process may use, as CUDA_VISIBLE_DEVICES spells them
     faults: Path | None = None
     """Folder of `flows.proof.faults`: which process of the run is killed where; `ratchet prove-resume` sets it."""
@@ -104,7 +103,6 @@ class Settings:
     def from_environment(cls) -> "Settings":
         return cls(
             ray_address=os.environ.get("RAY_ADDRESS") or None,
-            ray_token=os.environ.get("RAY_AUTH_TOKEN") or None,
             gpus=_visible_gpus(),
             faults=Path(os.environ[_FAULTS]) if _FAULTS in os.environ else None,
         )

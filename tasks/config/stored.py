@@ -19,7 +19,7 @@ from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import check_not_removed, names
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown_text
-from tasks.config.document import apply_overrides, explained, parse_config, with_functions
+from tasks.config.document import apply_overrides, explained, reparsed
 from tasks.config.identity import (
     Document,
     changed_meaning,
@@ -107,7 +107,7 @@ def changed_config(config: RunConfig, run: str, settings: Sequence[str]) -> RunC
     """The configuration of a run with settings replaced. Raises InputError: one cannot be used."""
     document = config.model_dump(mode="json")
     apply_overrides(document, settings)
-    return parse_config(with_functions(document, None), f"of run {run} with the given settings")
+    return reparsed(document, run)
 
 
 def continued_by(root: str, run: str) -> str:
@@ -132,7 +132,7 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
     document = before.model_dump(mode="json")
     apply_overrides(document, settings)
     document["run"]["name"] = run
-    config = parse_config(with_functions(document, None), f"of run {parent} with the given settings")
+    config = reparsed(document, parent)
     check_fixed(before, config, parent, "a fork of it")
     if config.train.policy.distill is not None and before.train.policy.distill is None:
         fact = f"iteration 0 of run {parent!r} has stored no teacher, so a fork of it cannot have one"

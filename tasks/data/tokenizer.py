@@ -1,6 +1,5 @@
 """Text to token ids and back, by the tokenizer of the model directory as its makers meant it."""
 
-import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from storage.errors import InputError
 from storage.manifest import Manifest, find
 from storage.parts import read_part, read_parts, row_views
 from storage.schema import PROMPTS
-from tasks.data.backends import Backend, Chat, read_backend, special_tokens
+from tasks.data.backends import Backend, Chat, Plain, read_backend, special_tokens
 from tasks.data.hub import TEXT_FILES
 from tasks.data.values import json_object
 
@@ -26,7 +25,6 @@ _BATCH_TOKENS = 1 << 15  # 1 MB as Python integers; other threads can run betwee
 _PROBE = "a"
 _STORED_TOKENIZER = "model/tokenizer.json"
 _PROMPTS = "train.arrow"
-_ROWS = 256  # token ids become Python integers on the way
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,7 @@ class TextCodec:
     def decode_batch(self, rows: Iterable[TokenRow]) -> list[str]:
         """Texts of rows of token ids, without those that are left out. The tokenizer requires lists; these never hold
         more than `_BATCH_TOKENS` tokens at once, or one row."""
-        batches = ([without(row, self.left_out) for row in batch] for batch in _batches(rows))
-        return [text for batch in batches for text in self.backend.decode(batch)]
+        return _decoded(self.backend, rows, self.left_out)
 
     def decode_column(self, column: pa.ChunkedArray | pa.ListArray) -> list[str]:
         """`decode_batch` of a list column of a table or record batch: (N rows,) -> N texts."""
@@ -169,6 +166,11 @@ def _ids(named: Any) -> tuple[int, ...]:
     return tuple(one for one in (named if isinstance(named, list) else [named]) if isinstance(one, int))
 
 
+def _decoded(backend: Backend, rows: Iterable[TokenRow], left_out: Collection[int]) -> list[str]:
+    batches = ([without(row, left_out) for row in batch] for batch in _batches(rows))
+    return [text for batch in batches for text in backend.decode(batch)]
+
+
 def _batches(rows: Iterable[TokenRow]) -> Iterator[list[list[int]]]:
     batch: list[list[int]] = []
     tokens = 0
@@ -205,16 +207,10 @@ class StoredTexts:
     def __call__(self, samples: pa.Table) -> tuple[pa.Array, pa.Array]:
         """Texts of the prompts and responses of a rollout table; null where one is not known."""
         prompts = [self.prompts.get(name) for name in samples["prompt_id"].to_pylist()]
-        return pa.array(prompts, pa.string()), pa.array(self._decoded(samples["response_tokens"]), pa.string())
-
-    def _decoded(self, column: pa.ChunkedArray) -> list[str | None]:
         if self.tokenizer is None:
-            return [None] * len(column)
-        texts: list[str | None] = []
-        for rows in itertools.batched(row_views(column), _ROWS):
-            seen = [without(row.tolist(), self.left_out) for row in rows]
-            texts += self.tokenizer.decode_batch(seen, skip_special_tokens=False)
-        return texts
+            return pa.array(prompts, pa.string()), pa.nulls(len(samples), pa.string())
+        responses = _decoded(Plain(self.tokenizer), row_views(samples["response_tokens"]), self.left_out)
+        return pa.array(prompts, pa.string()), pa.array(responses, pa.string())
 
 
 def texts_of(root: Root, run: str) -> StoredTexts | None:

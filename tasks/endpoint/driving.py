@@ -16,7 +16,6 @@ import numpy as np
 from storage.unfinished import TurnEvent
 from tasks.config.playing import EnvironmentSection
 from tasks.data.tokenizer import TextCodec
-from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.endpoint.sessions import Session
 from tasks.engine.protocol import Sampling, TokenIds
@@ -33,6 +32,7 @@ from tasks.environments.conversation import (
     since,
 )
 from tasks.environments.hosting import EnvironmentFailed, Host
+from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
 from tasks.environments.scores import Kept, PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
@@ -150,7 +150,7 @@ def driving(
 ) -> Iterator[Driver]:
     """The endpoint of a rollout, and what plays through it."""
     rules = Rules(section.model, sampling, limits.context, section.sampling)
-    endpoint = Endpoint(sampler, HistoryRenderer(codec), rules, reader)
+    endpoint = Endpoint(sampler, Renderer(codec), rules, reader)
     with serving(endpoint) as url:
         yield Driver(host, sampler, endpoint, url, limits)
 

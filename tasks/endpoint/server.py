@@ -20,11 +20,11 @@ from starlette.routing import Route
 
 from storage.errors import InputError, RatchetError, StageFailed
 from tasks.endpoint.forms import Answered, Form
-from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
 from tasks.endpoint.sessions import Asked, History, Session
 from tasks.engine.protocol import Sampling
 from tasks.environments.calls import Parts, Reader, by_tags, read_by
+from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
 
 _STARTS_S = 60.0
@@ -50,7 +50,7 @@ class Rules:
 class Endpoint:
     """Sessions over a sampler. `open` and `close` may be called from any thread; all else runs on the server's loop."""
 
-    def __init__(self, sampler: Sampler, renderer: HistoryRenderer, rules: Rules, reader: Reader = by_tags) -> None:
+    def __init__(self, sampler: Sampler, renderer: Renderer, rules: Rules, reader: Reader = by_tags) -> None:
         self._sampler, self._renderer, self._rules, self._read = sampler, renderer, rules, reader
         self._sessions: dict[str, Session] = {}
         self.strangers = 0  # requests without the key of a session

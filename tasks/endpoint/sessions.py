@@ -18,9 +18,9 @@ from pydantic import JsonValue
 
 from storage.errors import RatchetError
 from tasks.data.chat import ASSISTANT
-from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.requests import Call, Message, Refused
 from tasks.environments.calls import Parts, recorded
+from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
 from tasks.environments.trajectory import Answer, Trajectory
 
@@ -113,7 +113,7 @@ class Session:
 
     key: str
     seed: int
-    renderer: HistoryRenderer
+    renderer: Renderer
     turns: int  # most answers
     tokens: int  # most sampled tokens, of all branches
     sampler: Sampler
@@ -201,8 +201,8 @@ class Session:
             return None
         branch, end = found
         new = [one.rendered() for one in history.after(end.history)]
-        more = self.renderer.following(end.texts, new, history.shown_tools, branch.last(end.turns), end.opened)
-        if more is None:
+        more = self.renderer.after(end.texts, new, history.shown_tools, branch.last(end.turns), end.opened)
+        if not more.kept:
             return self._begun(history, "template")
         texts, given = (*end.texts, *new), np.asarray(more.tokens, np.int32)
         if end is branch.ends[-1] and not branch.taken:

@@ -17,14 +17,15 @@ class Following(NamedTuple):
 
     tokens: list[int]
     kept: bool
-    """True if the template, given the whole conversation as text, writes these same tokens after the same text."""
+    """True if the template, given the whole conversation as text, writes these same tokens after the same text; of a
+    plain text, if it has the stop token that was sampled."""
     text: str | None = None
     """The whole conversation as the template writes it, up to the next answer; None without a template."""
 
 
 class Renderer:
     """Rendering by the chat template of a model. A model without one reads the contents of messages one after another,
-    without marks between them."""
+    without marks between them. A plain text is one message without a role."""
 
     def __init__(self, codec: TextCodec, note: Callable[[str], None] = lambda _: None) -> None:
         self._codec, self._template, self._say = codec, Template(codec), Say(note, lambda _, said: note(said))
@@ -33,7 +34,7 @@ class Renderer:
         """Token ids of the beginning of a conversation, up to the first answer. Raises InputError: the template refuses
         the messages or loses some of what they say, or there are tools and no template."""
         codec = self._codec
-        if codec.has_template:
+        if codec.has_template and messages[0]["role"]:
             return codec.encode(self._template.prompt(Chat(messages, tools), self._say))
         if tools:
             raise InputError("the model has no chat template that could show it tools: describe them in a message")
@@ -49,14 +50,17 @@ class Renderer:
     ) -> Following:
         """Rendering of `new` messages up to the next answer. The last message of `before` is the policy's answer, whose
         content is the text that it sampled, and `last` its last token: a stop token ends the answer, so its text is not
-        written again. `opened` is `Following.text` of what precedes that answer, if it is known. Raises InputError: as
-        `first`."""
+        written again, but a plain text must begin with it. `opened` is `Following.text` of what precedes that answer,
+        if it is known. Raises InputError: as `first`."""
+        stop = self._codec.visible([last])[0] if last is not None and last in self._codec.stop_tokens else ""
+        if not new[0]["role"]:
+            text = str(new[0]["content"])
+            return Following(self._codec.encode(text.removeprefix(stop)), kept=text.startswith(stop))
         if not self._codec.has_template:
             return Following(self._codec.encode(_plain(new)), kept=True)
         if opened is None:
             opened = self._codec.render(Chat(before[:-1], tools), answering=True)
         whole = self._codec.render(Chat([*before, *new], tools), answering=True)
-        stop = self._codec.visible([last])[0] if last is not None and last in self._codec.stop_tokens else ""
         told = f"{opened}{before[-1]['content']}{stop}"
         kept = whole.startswith(told)
         rest = whole[len(told) :] if kept else self._behind_a_mark(before, new, tools).removeprefix(stop)

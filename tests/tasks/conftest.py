@@ -71,7 +71,7 @@ def served(engines):
 @pytest.fixture(scope="module")
 def cluster():
     """A local Ray."""
-    with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as started:
+    with Cluster(Settings(ray_address=None, gpus=())) as started:
         started.start()
         yield started
 

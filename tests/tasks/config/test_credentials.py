@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from storage.errors import InputError
 from tasks.config.credentials import check_root_url, is_secret, shown, shown_setting, shown_text
 from tasks.config.document import load_config
-from tasks.config.environment import Settings, resolve, without_secrets
+from tasks.config.environment import resolve, without_secrets
 from tasks.config.run import RunConfig
 from tests.tasks.config.test_run import MINIMAL, config_file
 
@@ -155,7 +155,3 @@ def test_a_variable_that_is_not_set_is_named_with_its_key(monkeypatch, value):
         InputError, match=r"reward\.arguments\.api_key is env:RATCHET_TEST_KEY, but RATCHET_TEST_KEY is"
     ):
         resolve({"api_key": "env:RATCHET_TEST_KEY"}, "reward.arguments")
-
-
-def test_settings_of_the_environment_do_not_show_the_token_of_ray():
-    assert SECRET not in repr(Settings(ray_address=None, ray_token=SECRET, gpus=()))

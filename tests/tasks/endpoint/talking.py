@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from tasks.data.tokenizer import TextCodec
-from tasks.endpoint.rendering import HistoryRenderer
 from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.engine.protocol import Sampling
+from tasks.environments.rendering import Renderer
 from tasks.environments.trajectory import Answer
 from tests.tasks.data.chat_model import chat_model
 
@@ -51,7 +51,7 @@ def talking(codec, says, sampling="override", context=4096, **more):
     """An endpoint over such a policy: the endpoint, the policy and the base URL."""
     policy = Policy(codec, says)
     rules = Rules("policy", HOW, context, sampling)
-    endpoint = Endpoint(policy, HistoryRenderer(codec), rules, **more)
+    endpoint = Endpoint(policy, Renderer(codec), rules, **more)
     with serving(endpoint) as url:
         yield endpoint, policy, url
 

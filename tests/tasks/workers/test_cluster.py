@@ -20,7 +20,7 @@ from tasks.workers.actors import WorkerGroup, fresh_names, spawn
 from tasks.workers.cluster import Cluster
 from tests.forked_python import tree
 
-LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
+LOCAL = Settings(ray_address=None, gpus=())
 
 
 def everything(processes):

@@ -29,7 +29,7 @@ from tests.tasks.workers.test_cluster import gone, listening_addresses
 from trainer_core.protocol import TrainerProtocol
 from trainer_core.weights.digest import tensor_digest
 
-LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
+LOCAL = Settings(ray_address=None, gpus=())
 PROMPTS = [np.random.default_rng(place).integers(2, 32, 6).tolist() for place in range(8)]
 
 
@@ -174,7 +174,7 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
 def test_on_a_gpu_the_engine_is_fast_unless_it_must_repeat_itself(settings, expected, tmp_path):
     document = {**config_of(str(tmp_path)).model_dump(mode="json", exclude={"engine"}), **settings}
     config = parse_config(document, "test")
-    spec = Fleet("run", config, Cluster(Settings(ray_address=None, ray_token=None, gpus=("0",)))).engine_spec(tmp_path)
+    spec = Fleet("run", config, Cluster(Settings(ray_address=None, gpus=("0",)))).engine_spec(tmp_path)
     assert spec.device == "cuda"
     assert {name: value for name, value in spec.model_dump().items() if name in expected} == expected
 
@@ -226,13 +226,13 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
 
 def test_on_a_cluster_no_process_can_stand_by(tmp_path):
     config = parse_config({**config_of(str(tmp_path)).model_dump(mode="json"), "workers": {"standby": 1}}, "test")
-    cluster = Cluster(Settings(ray_address="10.77.0.1:6379", ray_token=None, gpus=()))
+    cluster = Cluster(Settings(ray_address="10.77.0.1:6379", gpus=()))
     with pytest.raises(InputError, match=r"workers.standby: .* set it to 0"):
         Fleet("run", config, cluster)._reserve("trainers")
 
 
 def test_more_ranks_than_cards_are_refused_before_anything_starts(tmp_path):
     config = config_of(str(tmp_path), pipeline=2)
-    one_card = Settings(ray_address=None, ray_token=None, gpus=("0",))
+    one_card = Settings(ray_address=None, gpus=("0",))
     with pytest.raises(InputError, match="needs 2 GPUs, one per rank, but 1 are visible"):
         start_trainers("run", str(tmp_path), config.train, "cuda", one_card, 60)

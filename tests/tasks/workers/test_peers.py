@@ -96,7 +96,7 @@ def test_the_engines_cards_are_asked_for_the_trainers(monkeypatch, cards, links,
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(3, links))
     config = small_config(["train.parallel.pipeline=2", f"engine.cards={cards}"])
     try:
-        found = placement(config, Settings(ray_address=None, ray_token=None, gpus=("5", "3", "7")))
+        found = placement(config, Settings(ray_address=None, gpus=("5", "3", "7")))
     finally:
         can_read.cache_clear()
     assert found.reads is expected

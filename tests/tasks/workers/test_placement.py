@@ -111,7 +111,7 @@ def test_a_way_that_cannot_work_is_refused(place, wanted, where):
     ],
 )
 def test_a_run_is_placed_as_its_processes_are_started(gpus, settings, expected):
-    found = placement(small_config(settings), Settings(ray_address=None, ray_token=None, gpus=gpus))
+    found = placement(small_config(settings), Settings(ray_address=None, gpus=gpus))
     assert found == (expected if gpus == () else Placement(device="cuda", ranks=expected[0], engines=expected[1]))
 
 
@@ -134,7 +134,7 @@ def test_a_run_is_placed_as_its_processes_are_started(gpus, settings, expected):
 def test_cards_of_their_own_that_are_not_there_are_refused_with_the_repair(gpus, settings, names):
     config = small_config([*settings, OWN])
     with pytest.raises(InputError, match=f'{names}.*CUDA_VISIBLE_DEVICES.*"shared"'):
-        placement(config, Settings(ray_address=None, ray_token=None, gpus=gpus))
+        placement(config, Settings(ray_address=None, gpus=gpus))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_engines_that_share_a_card_are_counted(tensor, count, cards, expected):
     assert engines_on_a_card(section, 2) == expected
 
 
-ATTACHED = Settings(ray_address="head:6379", ray_token=None, gpus=("0", "1"))
-WITHOUT_CARD = Settings(ray_address="head:6379", ray_token=None, gpus=())
+ATTACHED = Settings(ray_address="head:6379", gpus=("0", "1"))
+WITHOUT_CARD = Settings(ray_address="head:6379", gpus=())
 
 
 def test_a_cluster_is_not_taken_for_one_host():

@@ -35,7 +35,7 @@ with Fleet("run", small_config(), cluster):
 @pytest.fixture
 def cluster(forked):
     """A Ray that another process attaches to as to a cluster."""
-    with Cluster(Settings(ray_address=None, ray_token=None, gpus=())) as started:
+    with Cluster(Settings(ray_address=None, gpus=())) as started:
         started.start()
         yield started
 

@@ -15,7 +15,7 @@ from tasks.workers.ranks import start_trainers
 from tasks.workers.stalls import current_stage, within
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
-LOCAL = Settings(ray_address=None, ray_token=None, gpus=())
+LOCAL = Settings(ray_address=None, gpus=())
 CONFIG = TrainerConfig(
     parallel=ParallelConfig(data=3), optimizer=OptimizerConfig(learning_rate=1e-3), max_length=8, micro_batch_size=1
 )

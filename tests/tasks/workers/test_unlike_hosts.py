@@ -40,7 +40,7 @@ def test_a_cluster_that_others_can_reach_is_not_used_without_a_token(monkeypatch
     monkeypatch.setattr(cluster, "LOOPBACK", "127.0.0.9")  # so that 127.0.0.1 counts as an address of a network
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = "127.0.0.1:{1}".format(*server.getsockname())
-        settings = Settings(ray_address=address, ray_token=None, gpus=())
+        settings = Settings(ray_address=address, gpus=())
         with (
             Cluster(settings) as unsafe,
             pytest.raises(InputError, match=f"{address} .* without a token.*RAY_AUTH_MODE"),
