@@ -210,8 +210,8 @@ TEXT = (
         "people-see-other-texts",
         "texts in samples, archives and artifacts lack all special tokens",
         "tasks/data/tokenizer.py",
-        "self.tokenizer.decode_batch(seen, skip_special_tokens=False)",
-        "self.tokenizer.decode_batch(seen, skip_special_tokens=True)",
+        'row_views(samples["response_tokens"]), self.left_out)',
+        'row_views(samples["response_tokens"]), special_tokens(self.tokenizer))',
         (*_TEXTS, *_STORED),
     ),
     Mutant(
