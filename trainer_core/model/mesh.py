@@ -24,7 +24,6 @@ class Mesh:
     parallel: ParallelConfig  # layout
     device: torch.device  # device of this rank
     data_rank: int  # number of this rank's share of a batch
-    is_last_stage: bool  # this rank computes the loss
     speaks: bool  # this rank contributes the results of its tokens: tensor rank 0 of the last pipeline stage
     context: Context  # share of each sequence that this rank holds
 
@@ -80,14 +79,12 @@ def join(spec: RankSpec, parallel: ParallelConfig, platform: Platform) -> Mesh:
         expert_tensor_parallel_size=parallel.expert_tensor,
         create_gloo_process_groups=False,  # on CPU every group is gloo anyway, on GPU nothing here needs it
     )
-    is_last = parallel_state.is_pipeline_last_stage()
     return Mesh(
         rank=spec.rank,
         parallel=parallel,
         device=platform.device,
         data_rank=parallel_state.get_data_parallel_rank(),
-        is_last_stage=is_last,
-        speaks=is_last and parallel_state.get_tensor_model_parallel_rank() == 0,
+        speaks=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
         context=Context(parallel.context, parallel_state.get_context_parallel_rank()),
     )
 

@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 
 from trainer_core.batches.routes import Routing
+from trainer_core.platform.local_layers import has_experts
 
 
 class Balance:
@@ -133,10 +134,7 @@ class _Given:
 
 def _with_experts(config: GPTModelProvider) -> list[int]:
     """Numbers from 1 of the layers that have experts."""
-    pattern = config.moe_layer_freq
-    if isinstance(pattern, int):
-        pattern = [int(layer % pattern == 0) for layer in range(config.num_layers)]
-    return [number for number, has in enumerate(pattern, 1) if has]
+    return [layer + 1 for layer in range(config.num_layers) if has_experts(config, layer)]
 
 
 def _given(chunk: torch.nn.Module, layers: Sequence[int]) -> Iterable[tuple[int, _Given]]:

@@ -150,11 +150,12 @@ class LocalSegments(PackedSeqParams):
     """(T,) int64, the positions by length of their segment: segments of equal length are attended to together."""
     inverse: torch.Tensor  # (T,) int64, undoes `order`
     blocks: tuple[tuple[int, int], ...]  # (segments, length) of each block of equal lengths, in that order
-    gathered: torch.Tensor | None = None
+    gathered: torch.Tensor
     """(T * ranks,) int64, where the positions of whole segments, in the order of the blocks, are among those of all
-    context-parallel ranks; None if there is one rank."""
-    visible: tuple[torch.Tensor, ...] = ()
-    """Masks of blocks, (length, length * ranks) bool: positions to which this rank's attend. Empty with one rank."""
+    context-parallel ranks; `order` if there is one rank."""
+    visible: tuple[torch.Tensor | None, ...]
+    """Masks of blocks, (length, length * ranks) bool: positions to which this rank's attend. None with one rank, where
+    each position attends to those before it."""
 
 
 def local_segments(
@@ -183,8 +184,8 @@ def local_segments(
         inverse=permutations[1],
         blocks=tuple(zip(counts.tolist(), found.tolist(), strict=True)),
         cp_group=cast(Any, group),
-        gathered=torch.from_numpy(_gathered(lengths, context)).to(positions.device) if several else None,
-        visible=tuple(_visible(length, context).to(positions.device) for length in found) if several else (),
+        gathered=torch.from_numpy(_gathered(lengths, context)).to(positions.device) if several else permutations[0],
+        visible=tuple(_visible(length, context).to(positions.device) if several else None for length in found),
     )
 
 
@@ -272,35 +273,16 @@ class LocalDotProductAttention(MegatronModule):
         if packed_seq_params is None:
             return self._attend(*(tensor.transpose(0, 1) for tensor in (query, key, value))).transpose(0, 1)
         segments = cast(LocalSegments, packed_seq_params)
-        if segments.gathered is not None:
-            return self._attend_over_ranks(query, key, value, segments)
-        if len(segments.blocks) == 1:  # nothing to sort
-            rows = (tensor.unflatten(0, segments.blocks[0]).squeeze(2) for tensor in (query, key, value))
-            return self._attend(*rows).flatten(0, 1).unsqueeze(1)
+        if segments.cp_group is not None:  # this rank's queries alone, and the keys and values of all ranks
+            both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=segments.cp_group)
+            key, value = both.split((key.shape[-1], value.shape[-1]), -1)  # (T * ranks, 1, heads / tp, D) each
+        ordered = (query.squeeze(1)[segments.order], *(part.squeeze(1)[segments.gathered] for part in (key, value)))
         sizes = [count * length for count, length in segments.blocks]
-        ordered = (tensor.squeeze(1)[segments.order].split(sizes) for tensor in (query, key, value))  # (T, heads, D)
+        blocks = (part.split([size * len(part) // len(query) for size in sizes]) for part in ordered)
         mixed = [
-            self._attend(*(part.unflatten(0, (count, length)) for part in parts)).flatten(0, 1)
-            for (count, length), *parts in zip(segments.blocks, *ordered, strict=True)
+            self._attend(*(part.unflatten(0, (count, -1)) for part in parts), visible=visible).flatten(0, 1)
+            for (count, _), visible, *parts in zip(segments.blocks, segments.visible, *blocks, strict=True)
         ]
-        return torch.cat(mixed)[segments.inverse].unsqueeze(1)
-
-    def _attend_over_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: LocalSegments
-    ) -> torch.Tensor:
-        """The same where ranks divide each segment: their keys and values together, this rank's queries alone."""
-        both = torch.cat((key, value), -1)  # (T, 1, heads / tp, D + D of values)
-        everyones = gather_from_sequence_parallel_region(both, group=segments.cp_group)  # (T * ranks, 1, ...)
-        gathered = cast(torch.Tensor, segments.gathered)
-        sizes = [count * length for count, length in segments.blocks]
-        queries = query.squeeze(1)[segments.order].split(sizes)
-        ranks = len(gathered) // len(query)
-        wholes = everyones.squeeze(1)[gathered].split([size * ranks for size in sizes])
-        mixed = []
-        blocks, masks = segments.blocks, segments.visible
-        for (count, length), visible, own, whole in zip(blocks, masks, queries, wholes, strict=True):
-            keys, values = whole.unflatten(0, (count, length * ranks)).split((key.shape[-1], value.shape[-1]), -1)
-            mixed.append(self._attend(own.unflatten(0, (count, length)), keys, values, visible=visible).flatten(0, 1))
         return torch.cat(mixed)[segments.inverse].unsqueeze(1)
 
     def _attend(self, *parts: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
