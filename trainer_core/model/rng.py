@@ -27,23 +27,27 @@ def seed_rank(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """State of every generator of this rank."""
+    """State of every generator of this rank, in plain JSON types; bytes are hexadecimal."""
+    version, words, normal = random.getstate()
+    name, key, *numbers = cast(tuple[Any, ...], np.random.get_state())
     return {
-        "random": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tensor_parallel": dict(_tracker().get_states()),
+        "random": [version, list(words), normal],
+        "numpy": [name, np.asarray(key, "<u4").tobytes().hex(), *numbers],
+        "torch": _hex(torch.get_rng_state()),
+        "device": _hex(torch.cuda.get_rng_state()),
+        "tensor_parallel": {name: _hex(own) for name, own in sorted(_tracker().get_states().items())},
     }
 
 
 def restore(state: dict[str, Any]) -> None:
     """Restore a state that `capture` returned on this rank."""
-    random.setstate(state["random"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    _tracker().set_states(state["tensor_parallel"])
+    version, words, normal = state["random"]
+    name, key, *numbers = state["numpy"]
+    random.setstate((version, tuple(words), normal))
+    np.random.set_state((name, np.frombuffer(bytes.fromhex(key), "<u4").astype(np.uint32), *numbers))
+    torch.set_rng_state(_tensor(state["torch"]))
+    torch.cuda.set_rng_state(_tensor(state["device"]))
+    _tracker().set_states({name: _tensor(own) for name, own in state["tensor_parallel"].items()})
 
 
 @contextlib.contextmanager
@@ -60,3 +64,11 @@ def undisturbed() -> Iterator[None]:
 def _tracker() -> CudaRNGStatesTracker:
     """Tracker of the generators that differ between tensor-parallel ranks."""
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
+
+
+def _hex(octets: torch.Tensor) -> str:
+    return octets.cpu().numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -56,13 +55,13 @@ class Saver:
 
     def identity(self, optimizer: Optimizer, facts: StateFacts) -> StateIdentity:
         """Identity of the live state. Collective; raises as `Identifier.identity`."""
-        return self._identity(self._owned(optimizer), facts, _captured())
+        return self._identity(self._owned(optimizer), facts, rng.capture())
 
     def save(self, directory: Path, optimizer: Optimizer, facts: StateFacts) -> tuple[list[str], StateIdentity]:
         """Write the live state into a folder, over the one that this object wrote there before. Collective. Returns the
         names of the files that this rank has written, and the identity of the state. Raises StorageUnavailable on every
         rank, if one of them has no room for its files; nothing was written."""
-        shards, drawn, rank = self._owned(optimizer), _captured(), self._mesh.rank
+        shards, drawn, rank = self._owned(optimizer), rng.capture(), self._mesh.rank
         identity = self._identity(shards, facts, drawn)
         files = self._files_in(Path(directory), shards)
         files.fill(shards)
@@ -122,7 +121,7 @@ def load_state(
     _read(state, optimizer_shards(tensors, optimizer))
     optimizer.resume(facts.optimizer_updates)
     if restore_rng:
-        _restore(read_generators(directory, mesh.rank))
+        rng.restore(read_generators(directory, mesh.rank))
 
 
 def load_weights(directory: Path, model: Model) -> None:
@@ -143,38 +142,3 @@ def _read(state: SavedState, shards: Iterable[Shard]) -> None:
             shard.values.zero_()
         for region, values in shard.regions():
             values.copy_(state.read(shard.box.name, region))
-
-
-def _captured() -> dict[str, Any]:
-    """The random generators of this rank, in plain JSON types; bytes are hexadecimal."""
-    state = rng.capture()
-    version, words, normal = state["random"]
-    name, key, *numbers = state["numpy"]
-    return {
-        "random": [version, list(words), normal],
-        "numpy": [name, np.asarray(key, "<u4").tobytes().hex(), *numbers],
-        "torch": _hex(state["torch"]),
-        "device": _hex(state["device"]),
-        "tensor_parallel": {name: _hex(own) for name, own in sorted(state["tensor_parallel"].items())},
-    }
-
-
-def _restore(state: dict[str, Any]) -> None:
-    version, words, normal = state["random"]
-    name, key, *numbers = state["numpy"]
-    restored = {
-        "random": (version, tuple(words), normal),
-        "numpy": (name, np.frombuffer(bytes.fromhex(key), "<u4").astype(np.uint32), *numbers),
-        "torch": _tensor(state["torch"]),
-        "device": _tensor(state["device"]),
-        "tensor_parallel": {name: _tensor(own) for name, own in state["tensor_parallel"].items()},
-    }
-    rng.restore(restored)
-
-
-def _hex(octets: torch.Tensor) -> str:
-    return octets.cpu().numpy().tobytes().hex()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
