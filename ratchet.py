@@ -239,10 +239,10 @@ def export(
     the folder exists.
     """
     from tasks.export.choice import choose
-    from tasks.export.target import ExportFolder, local_or_url
+    from tasks.export.target import ExportFolder
 
     store = _opened(root)
-    chosen, target = choose(store, which), ExportFolder.new(local_or_url(os.fspath(to)))
+    chosen, target = choose(store, which), ExportFolder.new(os.fspath(to))
     with _with_extra():
         from tasks.export.export import export as write
 

@@ -12,7 +12,7 @@ from storage.errors import InputError, StageFailed
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.export.choice import choose
-from tasks.export.target import ExportFolder, local_or_url
+from tasks.export.target import ExportFolder
 from trainer_core.config import Precision
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def export_command(
     if adapter and precision is not None:
         raise InputError("--adapter writes factors as they are trained: leave --precision out")
     store = common.store
-    chosen, target = choose(store, which), ExportFolder.new(local_or_url(to))
+    chosen, target = choose(store, which), ExportFolder.new(to)
     prepare_process()
     with Output(json=common.json) as output:
         why = f", {chosen.why}" if chosen.why else ""

@@ -51,8 +51,9 @@ class ExportFolder:
 
     @classmethod
     def new(cls, url: str) -> "ExportFolder":
-        """Accept a folder that does not exist, is empty, or was left by an interrupted export. Raises InputError: it
-        holds something else, has credentials in its URL, or cannot be reached."""
+        """Accept the local folder or URL of a folder that does not exist, is empty, or was left by an interrupted
+        export. Raises InputError: it holds something else, has credentials in its URL, or cannot be reached."""
+        url = url if "://" in url or url.startswith("env:") else str(Path(url).expanduser().absolute())
         if has_credentials(url):
             fact = f"--to {shown_text(url)} has credentials in its URL"
             raise InputError(f"{fact}: give it by reference, as env:NAME, and export NAME")
@@ -115,8 +116,3 @@ class ExportFolder:
             if found != self.digests[name]:
                 fact = f"{self.shown}/{name} is damaged: xxh3-128 {found} was read, {self.digests[name]} was written"
                 raise StorageError(f"{fact}. Export again to another folder")
-
-
-def local_or_url(to: str) -> str:
-    """Absolute path of a local folder; a URL or a reference is unchanged."""
-    return to if "://" in to or to.startswith("env:") else str(Path(to).expanduser().absolute())
