@@ -96,8 +96,7 @@ def sampled_by(run: RunContext, iteration: int) -> int:
 
 
 def position_after(run: RunContext, iteration: int) -> Position:
-    """The position of a run after `iteration`, from its manifests. Raises NotCommitted if the iteration is not
-    complete."""
+    """The position of a run after `iteration`, from its manifests. Raises NotCommitted if that is not complete."""
     prepared, trained = Prepared(run.need(0, Stage.PREPARE)), Trained(run.need(iteration, Stage.TRAIN))
     served = Served(run.need(iteration, Stage.WEIGHT_SYNC))
     return Position(prepared, trained, served, (Rollouts(run.need(iteration, Stage.ROLLOUT)),) if iteration else ())

@@ -33,8 +33,7 @@ class Upkeep(BaseModel, frozen=True, extra="forbid"):
 
 
 class RunUpkeep(BaseModel, frozen=True, extra="forbid"):
-    """The upkeep of one run: objects and bytes that were deleted, samples that were archived, bytes that were
-    verified."""
+    """The upkeep of one run: objects and bytes deleted, samples archived, bytes verified."""
 
     run: str
     driven: bool = False  # True if another process drove it, so that only what that process cannot use was deleted

@@ -76,7 +76,7 @@ def perform(
         LivePage(
             name, store.url, last_iteration(store, name, config), progress.note, viewer=config.report.viewer
         ) as page,
-        Reports(store, name, config, progress.warn, (progress.sampled, examples_publisher())) as reports,
+        Reports(store, name, config, progress.warn, (progress.sampled, examples_publisher(name))) as reports,
     ):
         progress.follow(page)
         progress.on_finished(page.finished)

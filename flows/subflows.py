@@ -22,11 +22,11 @@ import httpx
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.prefect_tasks import outcome, show_storing, stage_task
+from flows.views.artifacts import this_flow_run
 from tasks.config.environment import without_secrets
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage
@@ -195,12 +195,12 @@ class _Iteration:
         shown: list[tuple[UUID, State[Any]]] = []
 
         def body(number: int) -> State[Any]:
-            context = FlowRunContext.get()
+            identity = this_flow_run()
             self.turn.release()
             try:
                 end = self._show(subflow=True)
-                if context is not None and context.flow_run is not None:
-                    shown.append((context.flow_run.id, end))
+                if identity is not None:
+                    shown.append((identity, end))
                 return end
             finally:
                 self.turn.acquire()

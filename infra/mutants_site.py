@@ -48,7 +48,7 @@ SITE = (
     Mutant(
         "site-stop-is-tried-again",
         "a flow run that `ratchet stop` ends is tried again",
-        "storage/ownership/stopping.py",
+        "storage/ownership/lease.py",
         "STOP_SIGNAL if owner.name.startswith(ASKED_FOR) else signal.SIGTERM",
         "signal.SIGTERM",
         ("tests/flows/deployments/test_stopping.py",),

@@ -253,8 +253,7 @@ def need(root: Root, run: str, iteration: int, stage: str, revisions: Revisions 
 
 def load(root: Root, key: str) -> Manifest:
     """Read the manifest at `key`. Raises DigestMismatch if it was damaged; NotCommitted if there is none;
-    SchemaMismatch if it has a format that this version does not read, names what no manifest may name, or belongs to
-    another stage."""
+    SchemaMismatch if it has an unknown format, names what no manifest may name, or belongs to another stage."""
     where = f"{root.url}/{key}"
     text = records.unseal(root.read_bytes(key), where)
     manifest = records.parse(text, Manifest, where)

@@ -149,8 +149,7 @@ FIRST = Revisions()  # those of a run of which nothing was done again
 
 def read_revisions(root: Root, run: str) -> Revisions:
     """The revisions of a run: two listings, and a request for each record. Raises DigestMismatch if a record is
-    damaged; SchemaMismatch if one is of another format; WrongRecord if one is missing, is not the one that was written,
-    or contradicts others."""
+    damaged; SchemaMismatch for another format; WrongRecord if one is missing, replaced, or contradicts others."""
     copies = _copies(root, run)  # first: each is written after its record
     reruns, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
     read = partial(_read, root, copies)

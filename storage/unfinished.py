@@ -47,8 +47,7 @@ def find_scores(writer: PartWriter, name: str) -> tuple[dict[str, JsonValue], ..
 
 
 def keep_piece(writer: PartWriter, name: str, part: Part, scores: Sequence[dict[str, JsonValue]] = ()) -> Part:
-    """Record `part` as piece `name`, with the scores of its rows if it has them; returns the part of the first
-    writer."""
+    """Record `part` as piece `name`, with scores of its rows if it has them; returns the part of the first writer."""
     key, record = piece_key(writer, name), PieceRecord(part=part, scores=tuple(scores))
     return part if records.publish(writer.root, key, record) else read_piece(writer.root, key)
 

@@ -85,8 +85,7 @@ class WriteBehind:
 
     @meter.measured()  # waiting here is waiting for storage
     def settle(self, name: Hashable = None) -> None:
-        """Wait until every job is done, or only those up to the job of that name if it is on its way; raises as
-        `idle`."""
+        """Wait until every job is done, or those up to the job of that name if it is on its way; raises as `idle`."""
         if (last := self._last if name is None else self._named.get(name)) is not None:
             last.result()
 

@@ -6,10 +6,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
+from pydantic import BaseModel
 
 from flows.cli.check import names_a_run, of_file, of_stored
 from flows.cli.mistakes import explained, missing_extra
@@ -30,6 +33,7 @@ DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 
 _BENCHES = "Measure parts of Ratchet on this machine."
 _INTERRUPTED = 128 + signal.SIGINT
+_FIRST_RUN = ("run.toml", "reward.py", "prompts.jsonl")
 
 _HELP = "RL post-training of language models as a durable workflow."
 
@@ -37,6 +41,13 @@ app = App(
     name="ratchet", help=_HELP, version=VERSION, suppress_keyboard_interrupt=False, print_error=False,
     exit_on_error=False, result_action="return_value",
 )  # fmt: skip
+
+
+class FirstRun(BaseModel, frozen=True, extra="forbid"):
+    """The result of `ratchet init`, as JSON."""
+
+    folder: str  # absolute path
+    files: tuple[str, ...]
 
 
 def execute(arguments: Sequence[str] | None = None) -> int:
@@ -78,6 +89,28 @@ def demo(
     settings = (*changes.settings, *([] if seed is None else [f"run.seed={seed}"]))
     changes = replace(changes, run=changes.run or new_name("demo"), settings=settings)
     return _from_file(["demo"], str(DEMO_CONFIG), changes, common)
+
+
+@app.command
+def init(
+    folder: Annotated[Path, Parameter(help="Folder for the files; made if it does not exist.")],
+    /,
+    *,
+    json: Json = False,
+) -> int:
+    """Write a configuration, a reward function and a few prompts that run as they are: a place to start from."""
+    taken = [name for name in _FIRST_RUN if (folder / name).exists()]
+    if taken:
+        raise InputError(f"{folder} already holds {' and '.join(taken)}, which is kept: give another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in _FIRST_RUN:
+            (folder / name).write_bytes((files("flows.cli") / "first_run" / name).read_bytes())
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}. Give another folder") from None
+    made = FirstRun(folder=str(folder.absolute()), files=_FIRST_RUN)
+    first = f"wrote {', '.join(_FIRST_RUN)} to {folder}"
+    return Output.show(json, made, [first, f"next: ratchet run {folder / 'run.toml'}"])
 
 
 @app.command
@@ -159,14 +192,14 @@ def completion(shell: Literal["bash", "zsh", "fish"] = "bash", /) -> int:
 
 
 _GROUPS = {
-    "Begin": {"demo": None, "init": "init", "check": "check", "config": None},
+    "Begin": {"demo": None, "init": None, "check": "check", "config": None},
     "Train": {
         "run": None, "retrain": "retrain", "import": "retrain", "fork": "store", "rerun": "rerun", "choose": "rerun",
         "stop": "upkeep",
     },
     "Look": {
         "ls": "store", "status": None, "show": "store", "samples": "look", "report": "look", "lineage": "store",
-        "verify": "store", "view": "view",
+        "verify": "store", "view": "look",
     },
     "Use": {
         "evaluate": "weights", "reward": "reward", "export": "weights", "compact": "store", "check-sync": "weights",

@@ -38,8 +38,7 @@ def names_a_run(given: str, root: Root) -> bool:
 
 
 def of_stored(run: str, other: str | None, settings: Sequence[str], root: Root) -> RunConfig:
-    """The recorded configuration of a run, with settings replaced. Raises InputError if that is no continuation of
-    it."""
+    """The recorded configuration of a run, with settings replaced. Raises InputError if that does not continue it."""
     require_run(root, run)
     if other not in (None, run):
         fact = f"run {run!r} is continued under its own name, not as {other!r}"

@@ -129,7 +129,7 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
             first = next_iteration(root, order.run, order.config)
             begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
             say(f"run {order.run} begins {begins}; starting Ray and Prefect")
-            _run_flow_to_its_end(order, root, say)
+            _run_flow(order, root, say)
     status = read_status(root, order.run)
     if complete:
         asked = last_iteration(root, order.run, order.config)
@@ -155,17 +155,13 @@ def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:
     )
 
 
-def _run_flow(order: Order) -> None:
-    with prefect_server() as server, process_cluster() as cluster:
-        cluster.start()  # while the server starts
-        with connected(server):
-            run(order.run, order.root, order.config, order.one_stage)
-
-
-def _run_flow_to_its_end(order: Order, root: Root, say: Say) -> None:
+def _run_flow(order: Order, root: Root, say: Say) -> None:
     """Run the flow. A Prefect server that is gone before it has the last state costs its page, not the run."""
     try:
-        _run_flow(order)
+        with prefect_server() as server, process_cluster() as cluster:
+            cluster.start()  # while the server starts
+            with connected(server):
+                run(order.run, order.root, order.config, order.one_stage)
     except WorkerLost as lost:
         if not is_complete(root, order.run, order.config):
             raise

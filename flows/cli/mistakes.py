@@ -26,8 +26,7 @@ _OURS = ("flows", "tasks", "trainer_core", "storage", "infra")
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError:
-    """The error of a command that needs an extra, with the two commands that add it. Raises `error` if a module of ours
-    is missing."""
+    """The error of a command that lacks an extra, and how to add it. Raises `error` for a module of ours."""
     name = (error.name or "").partition(".")[0]
     if not name or name in _OURS:
         raise error

@@ -119,8 +119,7 @@ class Place:
 
 
 def place_in(text: str, form: str = "RUN[@ITERATION][:STAGE]") -> Place:
-    """Read a place of the form that the command takes, in brackets what may be left out. Raises InputError for another
-    form, or if it names no stage."""
+    """Read a place of the form that the command takes, in brackets what may be left out. Raises InputError."""
     found = _FORM.fullmatch(text)
     if found is None or not found["run"]:
         raise InputError(f"{text!r} is not of the form {form}, as in {_example(form)}")

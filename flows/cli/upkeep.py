@@ -14,8 +14,7 @@ from flows.cli.site import DEFAULT_FOLDER, Folder
 from flows.maintenance import Maintenance, Upkeep, maintain_root
 from flows.views.output import Output, size
 from storage.errors import InputError, StageFailed
-from storage.ownership.lease import check_free, hold
-from storage.ownership.stopping import end_holder
+from storage.ownership.lease import check_free, end_holder, hold
 from storage.upkeep.removal import Removed, forget, remove, what_is_there
 from tasks.config.environment import Settings
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from flows.views.artifacts import artifact_key
 from storage import errors
 from storage.errors import InputError, LeaseHeld, LeaseLost, RatchetError
-from storage.ownership.stopping import ASKED_FOR, STOP_SIGNAL
+from storage.ownership.lease import ASKED_FOR, STOP_SIGNAL
 from tasks.config.code_version import code_version
 from tasks.config.credentials import ELSEWHERE, has_credentials, shown_text
 from tasks.config.environment import without_secrets

@@ -186,8 +186,7 @@ def configured(
     here: Here,
     announce: Announce = lambda _: None,
 ) -> RunConfig:
-    """The configuration of the run, which exists afterwards. Raises InputError if it cannot be used, or another has
-    completed it."""
+    """Begin the run, and return its configuration. Raises InputError for a bad one, or if another has completed it."""
     store = open_root(root)
     table = {key: value for key, value in given.items() if value is not None}
     resolved = retrain_config(store, run, table, config, settings)

@@ -198,8 +198,7 @@ def check_new(store: Root, run: str, identity: str | None) -> None:
 
 
 def begin_new(store: Root, run: str, config: RunConfig, identity: str | None) -> State[Any]:
-    """Record the run as this flow run's, and do it. Raises InputError or LeaseHeld if another has begun it
-    meanwhile."""
+    """Record the run as this flow run's, and do it. Raises InputError or LeaseHeld if another has begun it."""
     ready(run, store.url, config)
     with hold(store, run, owner()) as lease:
         check_new(store, run, identity)
@@ -208,8 +207,7 @@ def begin_new(store: Root, run: str, config: RunConfig, identity: str | None) ->
 
 
 def begin_counted(store: Root, run: str, more: int, resolve: Callable[[int], RunConfig]) -> State[Any]:
-    """Do `more` iterations, counted under the run's lease, and kept for Retry before the first begins. Raises
-    LeaseHeld."""
+    """Do `more` iterations, counted under the run's lease, and kept for Retry first. Raises LeaseHeld."""
     ready(run, store.url, resolve(complete_iterations(store, run) + more))  # a refusal leaves no lease behind
     with hold(store, run, owner()) as lease:
         last = complete_iterations(store, run) + more

@@ -55,8 +55,7 @@ class SiteFolder:
 
     @classmethod
     def at(cls, path: Path) -> "SiteFolder":
-        """The folder, made if it does not exist. Raises InputError if that fails, it is another user's, or others may
-        read it."""
+        """The folder, made if it does not exist. Raises InputError if that fails, or others own it or may read it."""
         folder = path.expanduser().absolute()
         try:
             folder.mkdir(mode=_FOLDER, parents=True, exist_ok=True)

@@ -43,8 +43,7 @@ def crashes(states: Sequence[State]) -> int:
 
 
 def set_right(client: SyncPrefectClient, pool: str) -> tuple[str, ...]:
-    """Let the flow runs of a pool without a worker continue with the next one, and cancel what was to be; return their
-    names."""
+    """Let the flow runs of a pool without a worker continue with the next one, or be cancelled; return their names."""
     return reconcile(client, pool, (), quiet_s=0, gone_s=0)
 
 

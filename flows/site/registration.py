@@ -108,8 +108,7 @@ def silence(tag: str) -> AutomationCore:
 
 
 def webhook_url(given: str) -> str:
-    """The URL that was given, or that of the variable in `env:NAME`; or OFF. Raises InputError for a password or no
-    URL."""
+    """The URL that was given, or that in `env:NAME`; or OFF. Raises InputError for a password, or no URL."""
     if given == OFF:
         return OFF
     if has_credentials(given):

@@ -58,20 +58,23 @@ def publish(status: RunStatus, png: bytes) -> None:
     create_image_artifact(data_uri(png), key=artifact_key(run, "curves"), description=f"Curves of run {run}")
 
 
-def examples_publisher() -> Callable[[Samples], None]:
+def examples_publisher(run: str) -> Callable[[Samples], None]:
     """Shows examples of an iteration on the current flow run, those of the last one; for one other thread."""
     context = contextvars.copy_context()  # Prefect finds the flow run in it
-    table: list[Shown] = []
-    return lambda found: context.run(_publish_examples, found, table)
+    table = Shown(artifact_key(run, "samples"), "table")
+    return lambda found: context.run(_publish_examples, table, found)
 
 
-def _publish_examples(found: Samples, table: list[Shown]) -> None:
-    if not table:
-        table.append(Shown(artifact_key(found.run, "samples"), "table"))
+def _publish_examples(shown: Shown, found: Samples) -> None:
     text = f"Best and worst samples of iteration {found.iteration} of run {found.run}"
-    run = FlowRunContext.get()
     with get_client(sync_client=True) as client:
-        table[0].show(client, run.flow_run.id if run and run.flow_run else None, example_table(found), text)
+        shown.show(client, this_flow_run(), example_table(found), text)
+
+
+def this_flow_run() -> UUID | None:
+    """Identity of the flow run of this context; None outside of one."""
+    context = FlowRunContext.get()
+    return None if context is None or context.flow_run is None else context.flow_run.id
 
 
 def example_table(found: Samples) -> list[dict[str, str | float | int | None]]:

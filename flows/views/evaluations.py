@@ -1,20 +1,17 @@
 """The evaluations that a run has stored, each with its change since the one before it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from pydantic import BaseModel, JsonValue
 
 from flows.views.output import rounded
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, SchemaMismatch
-from storage.manifest import Manifest, load
-from storage.parallel import each
-from storage.upkeep.catalog import names
+from storage.manifest import Manifest
+from storage.upkeep.catalog import Names, names, survey
 from tasks.config.evaluation import PASS, PREFIX, SCORED_BY, SETTINGS
 from tasks.stages.names import Stage
 
-_READERS = 8
 _DURATIONS = "seconds"  # end of their names
 
 
@@ -40,20 +37,16 @@ class EvaluationRecord(BaseModel, frozen=True, extra="forbid"):
 def evaluations(root: Root, run: str) -> list[EvaluationRecord]:
     """All evaluations of a run, by iteration and time. One listing, and one reading for each evaluation."""
     recorded = names(root, run)
-    keys = [key for key in recorded.manifests if f"/{PREFIX}" in key]
-
-    def read(key: str) -> Manifest | None:
-        try:
-            return load(root, key)
-        except (DigestMismatch, SchemaMismatch):
-            return None  # `ratchet verify` names it
-
-    found = [manifest for manifest in each(read, keys, _READERS) if manifest is not None]
-    found.sort(key=lambda one: (one.iteration, one.finished))
+    found = _readable(root, run, (key for key in recorded.manifests if f"/{PREFIX}" in key))
     numbers = {one.iteration for one in found}
-    syncs = [key for (at, stage), key in recorded.newest.items() if at in numbers and stage == Stage.WEIGHT_SYNC]
-    served = {one.digest for one in each(read, syncs, _READERS) if one}
+    syncs = (key for (at, stage), key in recorded.newest.items() if at in numbers and stage == Stage.WEIGHT_SYNC)
+    served = {one.digest for one in _readable(root, run, syncs)}
     return compared([_record(root, one, one.inputs.get("weights") not in served) for one in found])
+
+
+def _readable(root: Root, run: str, keys: Iterable[str]) -> list[Manifest]:
+    """The manifests at some keys, by iteration and time. `ratchet verify` names those that cannot be read."""
+    return [*survey(root, run, Names(manifests=tuple(keys)))[0].manifests.values()]
 
 
 def compared(records: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:

@@ -156,8 +156,7 @@ def next_iteration(root: Root, run: str, config: RunConfig) -> int:
 
 
 def next_after(ended: int, last: int, config: RunConfig, done: Callable[[int, Stage], bool]) -> int:
-    """The first iteration up to `last` that is not complete; `done` is asked about iteration 0 and the last that has
-    ended."""
+    """The first iteration up to `last` that is not complete; `done` is asked about iteration 0 and the last ended."""
     if ended == 0 or not all(done(0, stage) for stage in wanted_stages(config, 0) if stage in _SELECTING):
         return 0
     newest = ended - 1

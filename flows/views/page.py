@@ -14,12 +14,11 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Running
 
-from flows.views.artifacts import WINDOW, Shown, artifact_key, away_text, iteration_table, viewer_text
+from flows.views.artifacts import WINDOW, Shown, artifact_key, away_text, iteration_table, this_flow_run, viewer_text
 from flows.views.history import IterationRecord
 from flows.views.progress import portion_text
 from tasks.stages.context import Portion
@@ -42,8 +41,7 @@ class LivePage:
     ) -> None:
         self._run, self._root, self._last, self._say, self._every_s = run, root, iterations, say, every_s
         self._viewer = viewer
-        context = FlowRunContext.get()
-        self._flow_run = context.flow_run.id if context is not None and context.flow_run is not None else None
+        self._flow_run = this_flow_run()
         self._progress = Shown(artifact_key(run, "progress"), "progress")
         self._table = Shown(artifact_key(run, "iterations"), "table")
         self._links = Shown(artifact_key(run, "viewer"), "markdown")

@@ -173,8 +173,7 @@ class Newest:
 
 
 def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, whole: bool = False) -> Newest:
-    """Read the newest iterations of a run, and its first figures; all of them if `whole`, or if it trains on stored
-    samples."""
+    """Read the newest iterations of a run, and its first figures; all if `whole`, or if it trains on stored samples."""
     asked, every = last_iteration(root, run, config), config.evaluate.every
     numbers = map(layout.iteration_of, root.folders(layout.manifest_folder(run)))
     begun = max((number for number in numbers if number is not None), default=-1) + 1

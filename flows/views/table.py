@@ -220,10 +220,6 @@ class GrowingFile:
         self._whole: bytearray | None = None
         self._due, self._behind = 0.0, False
 
-    @property
-    def appends(self) -> bool:
-        return self._root.backend.appends
-
     def read(self) -> bytes:
         """The content so far; empty if nothing was written."""
         if self._whole is not None:
@@ -234,11 +230,11 @@ class GrowingFile:
             return b""
 
     def replace(self, data: bytes) -> None:
-        self._whole = None if self.appends else bytearray(data)
+        self._whole = None if self._root.backend.appends else bytearray(data)
         self._upload(data)
 
     def append(self, data: bytes) -> None:
-        if self.appends:
+        if self._root.backend.appends:
             return self._root.append(self._key, data)
         if self._whole is None:
             self._whole = bytearray(self.read())

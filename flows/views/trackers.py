@@ -123,8 +123,12 @@ def check_trackers(section: ReportSection) -> None:
 
 
 def _check(target: UserFunction) -> None:
-    with _Refusing(target):
+    try:
         found = target.load().function
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}{line_of(error, target.place)}"
+        fact = f"{_KEY} {target.name!r} cannot be imported: {why}"
+        raise InputError(f"{fact}. Correct the file, or remove the key") from error
     place = f"{_KEY} {target.name!r} ({target.place})"
     if not callable(found) or _refuses(found):
         raise InputError(f"{place} cannot be called without arguments: name a class of a tracker, or a function")
@@ -143,22 +147,6 @@ def _refuses(function: Callable[..., Any], *arguments: None) -> bool:
     except ValueError:  # written in C: only a call tells
         return False
     return False
-
-
-class _Refusing:
-    """A block whose error, whatever it is, refuses the user's code in it."""
-
-    def __init__(self, target: UserFunction) -> None:
-        self._target = target
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception | SystemExit):
-            why = f"{type(error).__name__}: {error}{line_of(error, self._target.place)}"
-            fact = f"{_KEY} {self._target.name!r} cannot be imported: {why}"
-            raise InputError(f"{fact}. Correct the file, or remove the key") from None
 
 
 class WandbTracker:

@@ -44,8 +44,7 @@ class Backend(ABC):
     @abstractmethod
     def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
         """Write an object whole, unless its key is taken; of several writers at once exactly one succeeds. With
-        `durable` the object survives a power cut on return, whichever process wrote it. Returns True if this call wrote
-        it."""
+        `durable` the object survives a power cut on return, whichever process wrote it. True if this call did."""
         ...
 
     @abstractmethod

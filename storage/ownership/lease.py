@@ -15,6 +15,7 @@ the process that took over finds and uses it, because a manifest is published pu
 """
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from typing import Literal, Self
 
 from storage import layout, meter
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, LeaseHeld, LeaseLost, SchemaMismatch, StorageError
+from storage.errors import DigestMismatch, InputError, LeaseHeld, LeaseLost, SchemaMismatch, StorageError
 from storage.ownership import log
 from storage.ownership.log import Entry, newest
 from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_process
@@ -36,6 +37,12 @@ logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 30.0  # period for which a silent holder keeps the run
 
+STOP_SIGNAL = signal.SIGUSR1
+"""Ends a holder that a flow run has started, without another try. SIGTERM may mean that the machine stops."""
+
+ASKED_FOR = "flow run "  # prefix of the name of such a holder
+
+_LOOK_SECONDS = 0.1
 _RENEWALS = 3  # per period
 _LOOKS = 60  # per period, by a process that watches
 _RELEASE_SECONDS = 5.0  # patience of the last entry: without it the run is free one period later
@@ -245,6 +252,33 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
     entry = last.model_copy(update={"kind": "released", "owner": owner, "written": now, "expires": now})
     winner = log.append(root, run, entry)
     return (True, explanation) if winner == entry else (False, explain(run, winner, clock))
+
+
+def end_holder(root: Root, run: str, seconds: float) -> tuple[Entry | None, bool]:
+    """Ask the process that drives a run to end, as Ctrl-C would, and wait for that. Returns the newest entry of that
+    process, None if the run is free, and whether it has ended within `seconds`. Raises InputError if the process is not
+    known on this machine, or belongs to another user."""
+    entry = holder(root, run)
+    if entry is None:
+        return None, True
+    owner = entry.owner
+    if life(owner) is not Life.ALIVE:
+        fact = f"run {run!r} is driven by {owner}, which cannot be seen from here: run this command on that machine"
+        raise InputError(f"{fact}, or `ratchet unlock {run} --force` if you know that the process is dead")
+    # SIGINT is ignored by what a shell has started in the background
+    number = STOP_SIGNAL if owner.name.startswith(ASKED_FOR) else signal.SIGTERM
+    try:
+        os.kill(owner.process, number)
+    except PermissionError:
+        raise InputError(f"run {run!r} is driven by {owner}, a process of another user: ask that user") from None
+    except ProcessLookupError:
+        return entry, True
+    deadline = time.monotonic() + seconds
+    while life(owner) is Life.ALIVE:
+        if time.monotonic() >= deadline:
+            return entry, False
+        time.sleep(_LOOK_SECONDS)
+    return entry, True
 
 
 def describe(entry: Entry, clock: Clock = SYSTEM) -> str:

@@ -69,8 +69,7 @@ def fork(
     """Make run `run` from iterations 0 to `iteration` of `parent`, in its head or a revision; repeated after a crash,
     it completes the fork. `config` becomes its `run.json`, published last, `config_digest` is its identity. The state
     of `iteration` must be kept, and those of `older` iterations before it, whose weights sample for the fork. Raises
-    InputError if there is no such run, the iteration is not complete or not kept, or the new name is taken; PartMissing
-    if a part of the parent is lost."""
+    InputError if there is no such run, the iteration is not complete or kept, or the name taken; PartMissing."""
     require_run(root, parent)
     recorded = names_of(root, parent, revision)
     synced = {at for at, stage in recorded.newest if stage == workflow.ends_iteration}

@@ -81,7 +81,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_
 def test_an_error_that_an_interrupt_became_is_an_interrupt(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ):
-    def flow(_order: launch.Order) -> None:
+    def flow(*_: object) -> None:
         # as Prefect does when it is interrupted at the start of a task run
         try:
             if interrupted:

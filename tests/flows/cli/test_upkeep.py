@@ -14,9 +14,8 @@ from flows.cli import upkeep
 from flows.cli.app import execute
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.ownership.lease import acquire, holder
+from storage.ownership.lease import acquire, end_holder, holder
 from storage.ownership.process import this_process
-from storage.ownership.stopping import end_holder
 from storage.upkeep.verify import verify
 from tests.flows.runs import MakeRun
 from tests.storage.clocks import elsewhere

@@ -8,8 +8,7 @@ import pytest
 
 from flows.deployments.attempt import Stopped, stoppable
 from storage.backends.root import open_root
-from storage.ownership.lease import hold
-from storage.ownership.stopping import ASKED_FOR, STOP_SIGNAL, end_holder
+from storage.ownership.lease import ASKED_FOR, STOP_SIGNAL, end_holder, hold
 
 
 @pytest.fixture

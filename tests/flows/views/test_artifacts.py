@@ -27,7 +27,7 @@ def test_a_flow_run_carries_table_summary_and_curves(prefect_api: str, make_run:
     @flow(name="test", persist_result=False)
     def body() -> None:
         publish(read_status(root, "a.b"), png)
-        show = examples_publisher()
+        show = examples_publisher("a.b")
         earlier = shown.model_copy(update={"iteration": 1})
         thread = threading.Thread(target=lambda: [show(one) for one in (earlier, shown)])
         thread.start()
