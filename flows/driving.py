@@ -23,6 +23,7 @@ from storage.revisions import Rerun, Revisions, keep_copies, read_revisions
 from storage.upkeep.catalog import names, require_run
 from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
+from tasks.checks import check_kept, prepared_stage
 from tasks.config.document import parse_config
 from tasks.config.identity import split_changes, unchangeable, with_settings
 from tasks.config.run import RunConfig
@@ -34,6 +35,7 @@ from tasks.config.stored import (
     record_config,
     stored_config,
 )
+from tasks.forking import check_followed
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.retrying import persistent
@@ -120,6 +122,10 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
     _check_settings(before, wanted, settings)
     check_start(run, root, before)
+    if settings and (prepared := prepared_stage(root, run)) is not None:
+        check_kept(after, root, prepared, "the run's model")
+    if wanted.stage == Stage.ROLLOUT:
+        check_followed(root, run, wanted.iteration - 1, after, given, f"{run}-fork")
     asked = rerun(root, run, replace(wanted, settings=settings, ahead=after.rollout.ahead))
     return asked, going_on(before, {**runtime, "run.iterations": asked.until}, run)
 

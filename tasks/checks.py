@@ -50,7 +50,7 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
         check_content(config)
     else:
         check_continued(config, root, Prepared(prepared))
-        _check_kept(config, root, prepared, "the run's model")
+        check_kept(config, root, prepared, "the run's model")
         called = config.scores and config.retrain is None and config.environment is None
         if called and "train.arrow" in prepared.part_names:
             stored = Keyed(prepared.digest, (root, prepared))
@@ -74,7 +74,7 @@ def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
     """The checks of a run that begins with another's model and prompts. Raises InputError: as `check_config`."""
     if config.model.source is not None:
         check_model(config.model, source, Prepared(prepared))
-    _check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
+    check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
     facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
     check_teacher(config, facts, lambda: stored_codec(source, Prepared(prepared)).backend, _device(config))
 
@@ -128,7 +128,7 @@ def _reward_calls(document: str, _: tuple[str | None, ...]) -> tuple[Call, ...]:
     return tuple(call_reward(config.reward, check_prompts(config).tables["train"], codec))
 
 
-def _check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -> None:
+def check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) -> None:
     """The same checks of what a run has stored, and that the sources are still what it was made from."""
     check_sources(config, prepared)
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))

@@ -9,17 +9,16 @@ from flows.cli import printing as lines
 from flows.cli.options import Common, Revision, RunId, flag, place_in, several
 from flows.views.output import Output, size
 from storage.errors import InputError
-from storage.ids import check_run_name
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.upkeep.archive import compact, without_texts
 from storage.upkeep.catalog import contents, names, names_of, runs, summaries
-from storage.upkeep.fork import fork
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
-from tasks.config.stored import ConfigRecord, continued_by, forked_config
+from tasks.config.stored import continued_by
 from tasks.data.tokenizer import texts_of
+from tasks.forking import make_fork
 from tasks.stages.names import RETRAINING, WORKFLOW, Stage
 
 
@@ -137,11 +136,9 @@ def fork_command(
 ) -> int:
     """Make a new run that begins with the past of another, in parts of its own: hard links, or copies by the store."""
     place = place_in(which, "RUN@ITERATION")
-    store, parent, at = common.of_run(place.run), place.run, place.iteration or 0
-    config = forked_config(store, parent, check_run_name(run), settings, revision)
-    record, older = ConfigRecord.of(config), config.rollout.ahead
+    store = common.of_run(place.run)
     with Output(json=common.json) as output:
-        made = fork(store, WORKFLOW, parent, at, run, record.digest, record, revision, output.say, older)
+        made = make_fork(store, place.run, place.iteration or 0, run, settings, revision, announce=output.say)
         how = f"{size(made.bytes)} of parts, {'linked' if made.linked else 'copied'}"
         first = f"run {run} has iterations 0 to {made.iteration} of {made.parent}: {made.manifests} stages, {how}"
         output.result(made, [first, f"continue it with    {continued_by(store.url, made.run)}"])

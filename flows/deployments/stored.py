@@ -28,19 +28,19 @@ from storage.errors import InputError
 from storage.ids import check_run_name
 from storage.revisions import read_revisions
 from storage.upkeep.catalog import require_run, runs
-from storage.upkeep.fork import Announce, fork
+from storage.upkeep.fork import Announce
 from storage.upkeep.redoing import unfinished
 from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.section import COLDEST
-from tasks.config.stored import ConfigRecord, begun_by, forked_config
+from tasks.config.stored import begun_by
 from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights
 from tasks.export.target import ExportFolder
+from tasks.forking import make_fork
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
-from tasks.stages.names import WORKFLOW
 
 LAST = "last"
 Which = Annotated[str, Field(pattern=rf"^({LAST}|{BEST}(\..+)?|[0-9]+)$")]
@@ -190,9 +190,7 @@ def begin_fork(
     done = f"run {new} has iterations 0 to {at} of run {run}"
     if store.exists(layout.run_config_key(check_run_name(new))) and identity and begun_by(store, new) == identity:
         return Completed(message=done)
-    config = forked_config(store, run, new, settings)
-    record = ConfigRecord.of(config, identity)
-    fork(store, WORKFLOW, run, at, new, record.digest, record, announce=say, older=config.rollout.ahead)
+    make_fork(store, run, at, new, settings, request=identity, announce=say)
     return Completed(message=done)
 
 

@@ -19,7 +19,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.digest import value_digest
-from storage.errors import InputError
 from storage.manifest import Part
 from storage.parts import read_parts, row_views
 from storage.schema import ROLLOUT, fingerprint
@@ -35,8 +34,6 @@ from tasks.stages.stage import StageOutput, Work
 from tasks.stages.views import IN_FLIGHT, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
-
-_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")  # that a response keeps to its end
 
 
 class ResponseInFlight(NamedTuple):
@@ -75,6 +72,7 @@ class GroupInFlight:
         return iteration - 1 - oldest
 
 
+SAMPLED_AS = "sampled_as"  # fact of a rollout
 Row = tuple[GroupInFlight, int, ResponseInFlight]  # a response with its number within its group, or its prompt
 
 
@@ -97,26 +95,26 @@ class Flight:
     @cached_property
     def _carried(self) -> list[GroupInFlight]:
         """Groups that the rollout before has left."""
-        return _groups(self._stored) if IN_FLIGHT in self.before.manifest.part_names else []
+        left = self.before.manifest
+        return _groups(self._read(left.part(IN_FLIGHT))) if IN_FLIGHT in left.part_names else []
 
     @cached_property
-    def _stored(self) -> pa.Table:
-        return self._read(self.before.manifest.part(IN_FLIGHT))
+    def sampled_as(self) -> str:
+        """Digest of what a response keeps to its end: the settings and numbers that it is sampled with, and its seed's
+        source."""
+        config = self.work.config
+        numbers = [config.engine.numbers, config.rollout.samples, config.run.seed]
+        return value_digest([self.how.model_dump(mode="json"), *numbers])
 
     @cached_property
     def left_out(self) -> list[GroupInFlight]:
-        """Groups that are too old, or were begun under other settings of a run that this one was forked from."""
-        if not self._carried:
-            return []
-        same = [self._stored[name].to_numpy() == np.float32(getattr(self.how, name)) for name in _SETTINGS]
-        unlike = set(self._stored["position"].to_numpy()[~np.logical_and.reduce(same)].tolist())
-        return [one for one in self._carried if one.position in unlike or not self._goes_on(one)]
+        """Groups that are too old; all, if they were begun under other settings, or other seeds are asked for."""
+        goes_on = not reseeded(self.work) and self.before.manifest.facts.get(SAMPLED_AS) == self.sampled_as
+        return [one for one in self._carried if not (goes_on and self._fresh_enough(one))]
 
-    def _goes_on(self, group: GroupInFlight) -> bool:
-        section = self.work.config.rollout
-        bound = section.max_staleness
-        fresh = bound is None or group.staleness(self.work.iteration) <= bound
-        return fresh and len(group.responses) == section.samples
+    def _fresh_enough(self, group: GroupInFlight) -> bool:
+        bound = self.work.config.rollout.max_staleness
+        return bound is None or group.staleness(self.work.iteration) <= bound
 
     @property
     def drawn(self) -> int:
@@ -167,6 +165,7 @@ class Flight:
             facts={
                 "cursor": self.before.cursor + self.drawn,
                 "weight_version": self.served.weight_version,
+                SAMPLED_AS: self.sampled_as,
                 "left_out": [[one.position, one.again] for one in self.left_out],
             },
             metrics={
@@ -319,15 +318,6 @@ class Round(NamedTuple):
     groups: list[GroupInFlight]
     tokens: int
     kept: bool
-
-
-def check_none_open(before: Prepared | Rollouts) -> None:
-    """Raises InputError: the rollout `before` has left responses open, which one with updates between would skip."""
-    if IN_FLIGHT in before.manifest.part_names:
-        raise InputError(
-            f"the rollout of iteration {before.manifest.iteration} has left responses in flight, which only a rollout "
-            'with rollout.updates = "in-flight" goes on with: set it so, or fork the run at iteration 0'
-        )
 
 
 def _parted(groups: Iterable[GroupInFlight]) -> tuple[list[GroupInFlight], list[GroupInFlight]]:

@@ -29,7 +29,7 @@ from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play, tasks_of
 from tasks.stages.draws import Groups, Refill, drawn
-from tasks.stages.in_flight import Flight, check_none_open
+from tasks.stages.in_flight import Flight
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory, text_codec
@@ -52,7 +52,6 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
     work.context.sampling()
     if work.config.rollout.updates == "in-flight":
         return Flight(work, prepared, served, before, sampling(work, prepared)).fly(engines)
-    check_none_open(before)
     sampler = _Sampler(work, prepared, served, before.cursor, sampling(work, prepared))
     refill, tally = Refill(work, prepared, sampler.decides), _Tally(work)
     pieces, seconds = list[Piece](), 0.0

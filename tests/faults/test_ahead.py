@@ -1,11 +1,15 @@
-"""Rollouts beside a training: a kill in either, at each of its points, while the other one is in the middle.
+"""Rollouts beside a training: a kill in either, at each of its points, while the other one is in the middle; and with
+updates in flight, also in the middle of a response that goes on under newer weights.
 
 A cell is one run with `rollout.ahead = 1`, killed once, started again, and compared with a run that nothing interrupts.
 """
 
+import functools
+
 import pytest
 
 from flows.proof.faults import FLOW, Fault
+from infra.fuzz import draws, in_flight
 from storage.kill_points import Point
 from storage.parts import read_table
 from storage.schema import ROLLOUT
@@ -18,52 +22,74 @@ from tests.small.config import PIECES, PROMPTS, SAMPLES
 
 ITERATIONS = 3
 AHEAD = ("rollout.ahead=1", f"run.iterations={ITERATIONS}")
+SETTINGS = {
+    "between": AHEAD,
+    "in-flight": ("rollout.ahead=1", "run.iterations=4", "rollout.increments.tokens=1", *in_flight(2)),
+}
 TRAINING = (Point.STARTED, Point.MID_PART, Point.UPLOAD, Point.PARTS_DONE, Point.COMMITTED)
 SAMPLING = (Point.STARTED, Point.MID_PART, Point.PARTS_DONE, Point.COMMITTED)
-FAULTS = [
-    Fault(stage, iteration, point, victim)
-    for victim in (FLOW, *WORKERS, NODE)
-    for stage, iteration, points in ((Stage.TRAIN, 1, TRAINING), (Stage.ROLLOUT, 2, SAMPLING))
-    for point in points
+GROWING = (Point.MID_PART, Point.MID_RESPONSE, Point.PARTS_DONE, Point.COMMITTED)
+CELLS = [
+    *(("between", Fault(Stage.TRAIN, 1, point, victim)) for victim in (FLOW, *WORKERS, NODE) for point in TRAINING),
+    *(("between", Fault(Stage.ROLLOUT, 2, point, victim)) for victim in (FLOW, *WORKERS, NODE) for point in SAMPLING),
+    *(("in-flight", Fault(Stage.ROLLOUT, 4, point, victim)) for victim in (FLOW, *WORKERS) for point in GROWING),
+    *(("in-flight", Fault(Stage.TRAIN, 3, Point.UPLOAD, victim)) for victim in (FLOW, *WORKERS)),
 ]
 QUICK = {
-    *(str(fault) for fault in FAULTS if fault.victim == FLOW),
+    *(str(fault) for updates, fault in CELLS if (updates, fault.victim) == ("between", FLOW)),
     *(f"train@1:{point}:{victim}" for point, victim in (("started", "engine-0"), ("upload", "trainer-0"))),
     *(f"rollout@2:{point}:{victim}" for point, victim in (("mid-part", "engine-0"), ("mid-part", "trainer-1"))),
+    *("rollout@4:mid-response:flow", "rollout@4:mid-part:engine-0", "train@3:upload:flow"),
 }
 
 
-def beside(fault):
+def beside(updates, fault):
     """Waits by which the other stage is in the middle when the fault comes."""
+    if updates == "in-flight":
+        return {}
     if fault.stage == Stage.TRAIN:
         return {"rollout@2:mid-part#2": f"train@1:{fault.point}"}
     return {"train@1:started": f"rollout@2:{fault.point}{'#2' if fault.point is Point.MID_PART else ''}"}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(launcher, tmp_path_factory):
-    return SmallRun(launcher, tmp_path_factory.mktemp("ahead") / "run").finished(settings=AHEAD)
+def whole(launcher, tmp_path_factory):
+    """A run that nothing interrupts, by its `rollout.updates`."""
+
+    @functools.cache
+    def finished(updates):
+        return SmallRun(launcher, tmp_path_factory.mktemp(updates) / "run").finished(settings=SETTINGS[updates])
+
+    return finished
+
+
+@pytest.fixture
+def undisturbed(whole):
+    return whole("between")
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(one, id=str(one), marks=[] if str(one) in QUICK else [pytest.mark.full]) for one in FAULTS]
+    ("updates", "fault"),
+    [pytest.param(*one, id=f"{one[1]}", marks=[] if str(one[1]) in QUICK else [pytest.mark.full]) for one in CELLS],
 )
-def test_killed_while_both_run_it_ends_as_if_undisturbed(launcher, tmp_path, undisturbed, fault):
-    run = SmallRun(launcher, tmp_path / "run")
-    killed = run.attempt(fault, settings=AHEAD, waits=beside(fault))
+def test_killed_while_both_run_it_ends_as_if_undisturbed(launcher, tmp_path, whole, updates, fault):
+    run, settings, expected = SmallRun(launcher, tmp_path / "run"), SETTINGS[updates], whole(updates)
+    killed = run.attempt(fault, settings=settings, waits=beside(updates, fault))
     between = run.look()
     assert (killed.delivered, killed.lingering) == ([fault], [])
     assert killed.code == (-9 if fault.victim == FLOW else 1), killed.messages
-    again = run.attempt(settings=AHEAD)
+    again = run.attempt(settings=settings)
     assert again.code == 0, again.messages
     end = run.look()
-    assert end.digests == undisturbed.digests
-    assert end.parts == undisturbed.parts
+    assert end.digests == expected.digests
+    assert end.parts == expected.parts
+    assert draws(end.root) == draws(expected.root)
     assert not between.digests.keys() & again.bodies.keys()  # no committed stage is begun again
-    # no stored token is sampled again, but for those that measure whether the engine repeats itself
-    measured = sum(int(end.manifests[place].metrics.get("sampled_again", 0)) for place in again.bodies)
-    assert len([seed for seed in again.sampled if seed in between.seeds]) == measured
-    assert len(end.pieces) == ITERATIONS * PIECES
+    assert not between.pieces & {*again.pieces}  # nor is a recorded piece sampled again
+    if updates == "between":  # but for what measures whether the engine repeats itself; else a seed goes on in rounds
+        measured = sum(int(end.manifests[place].metrics.get("sampled_again", 0)) for place in again.bodies)
+        assert len([seed for seed in again.sampled if seed in between.seeds]) == measured
+        assert len(end.pieces) == ITERATIONS * PIECES
     assert verify(end.root, RUN).sound
 
 
@@ -106,7 +132,7 @@ def test_an_engine_lost_beside_the_training_is_replaced_and_gets_the_weights_tha
     undisturbed, launcher, tmp_path
 ):
     run, fault = SmallRun(launcher, tmp_path / "run"), Fault(Stage.ROLLOUT, 2, Point.MID_PART, "engine-0")
-    attempt = run.attempt(fault, settings=(*AHEAD, "run.retries=1"), waits=beside(fault), replaces=True)
+    attempt = run.attempt(fault, settings=(*AHEAD, "run.retries=1"), waits=beside("between", fault), replaces=True)
     assert attempt.code == 0, attempt.messages
     assert attempt.delivered == [fault]
     assert run.look().digests == undisturbed.digests

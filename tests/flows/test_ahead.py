@@ -12,10 +12,10 @@ from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.ownership.lease import hold
-from storage.upkeep.fork import fork
 from storage.upkeep.redoing import Wanted, choose
 from storage.upkeep.verify import verify
-from tasks.config.stored import ConfigRecord, check_record, forked_config
+from tasks.config.stored import check_record
+from tasks.forking import make_fork
 from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import PROMPTS, small_config
 from tests.small.driving import RUN, Killed, driver, killing
@@ -109,8 +109,7 @@ def test_the_setting_changes_between_a_kill_and_the_next_start_only_before_the_f
 def test_a_fork_goes_on_with_another_number_of_rollouts_ahead(root, tmp_path, ahead, expected):
     drive(root, tmp_path, "rollout.ahead=1")
     setting = f"rollout.ahead={ahead}"
-    record = ConfigRecord.of(forked_config(root, RUN, "fork", [setting]))
-    fork(root, WORKFLOW, RUN, 2, "fork", record.digest, record)
+    make_fork(root, RUN, 2, "fork", [setting])
     drive(root, tmp_path, setting, run="fork")
     assert versions(root, "fork") == expected
     assert verify(root, "fork").sound
@@ -145,6 +144,5 @@ def test_a_head_whose_next_rollouts_need_a_state_that_is_not_kept_is_not_chosen(
 
 def test_a_fork_whose_rollouts_need_a_state_that_is_not_kept_is_not_begun(root, tmp_path):
     drive(root, tmp_path, "rollout.ahead=1", "storage.keep_newest=1")
-    record = ConfigRecord.of(forked_config(root, RUN, "fork", ["rollout.ahead=2"]))
     with pytest.raises(InputError, match="the train state of iteration 1 of run 'small' is not kept"):
-        fork(root, WORKFLOW, RUN, 3, "fork", record.digest, record, older=2)
+        make_fork(root, RUN, 3, "fork", ["rollout.ahead=2"])

@@ -11,13 +11,12 @@ from storage.errors import DigestMismatch, InputError
 from storage.kill_points import Point
 from storage.layout import part_folder
 from storage.manifest import need
-from storage.upkeep.fork import fork
 from storage.upkeep.redoing import Wanted
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.checks import check_saving
-from tasks.config.stored import ConfigRecord, forked_config
 from tasks.export.choice import choose
+from tasks.forking import make_fork
 from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
@@ -107,8 +106,7 @@ def test_retention_keeps_what_a_state_is_made_again_from(root, tmp_path, expecte
     drive(root, tmp_path, *settings)
     assert stored(root) == [0, 6, 7]
     assert tables(root) == [3, 6, 7]  # what is beside a state is kept
-    record = ConfigRecord.of(forked_config(root, RUN, "fork", []))
-    fork(root, WORKFLOW, RUN, 7, "fork", record.digest, record)
+    make_fork(root, RUN, 7, "fork")
     assert tables(root, "fork") == [3, 6, 7]
     assert verify(root, "fork").sound
     assert digests(root) == expected
@@ -156,10 +154,9 @@ def test_states_of_another_revision_are_made_again_from_its_samples(root, tmp_pa
 
 def test_a_fork_and_an_export_need_a_state_that_is_stored(root, tmp_path):
     drive(root, tmp_path, THIRD)
-    record = ConfigRecord.of(forked_config(root, RUN, "fork", []))
     with pytest.raises(InputError, match=r"iteration 4 of run 'small' is not kept; those of \[0, 3, 6, 7\] are"):
-        fork(root, WORKFLOW, RUN, 4, "fork", record.digest, record)
-    fork(root, WORKFLOW, RUN, 3, "fork", record.digest, record)
+        make_fork(root, RUN, 4, "fork")
+    make_fork(root, RUN, 3, "fork")
     with pytest.raises(InputError, match=r"of \[0, 3, 6, 7\] are"):
         choose(root, f"{RUN}@4")
 

@@ -1,20 +1,25 @@
 """Updates in flight: responses that go on under newer weights, and a bound of staleness, wherever the run is killed."""
 
 import random
+import shlex
 
 import pytest
 
+from flows.cli.app import execute
+from flows.driving import ask_again
 from infra.fuzz import draws, in_flight
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.manifest import need
 from storage.parts import read_parts, read_table
+from storage.revisions import read_revisions
 from storage.schema import ROLLOUT
 from storage.unfinished import find_increments
-from storage.upkeep.fork import fork
+from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
-from tasks.config.stored import ConfigRecord, forked_config
-from tasks.stages.names import WORKFLOW, Stage
+from tasks.config.stored import stored_config
+from tasks.forking import make_fork
+from tasks.stages.names import Stage
 from tasks.stages.views import IN_FLIGHT
 from tests.small.config import SAMPLES, small_config
 from tests.small.driving import RUN, digests, driver, reach
@@ -130,22 +135,55 @@ def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(calm, tmp_path, see
     assert not [one for one in asked if one[1] < one[2] or one[3]]
 
 
-def forked(calm, tmp_path, name, *settings):
-    """Drive a fork of the run behind iteration 2."""
-    config = forked_config(calm, RUN, name, settings)
-    record = ConfigRecord.of(config)
-    fork(calm, WORKFLOW, RUN, 2, name, record.digest, record, older=1)
-    driver(calm, config, tmp_path / name, run=name).drive()
+OTHERWISE = {
+    "colder": "rollout.temperature=0.5",
+    "stopped": 'rollout.stop=["9"]',
+    "halved": "engine.precision=bf16",
+    "more": "rollout.samples=3",
+    "seeded": "run.seed=7",
+}
 
 
-def test_a_fork_draws_again_what_was_begun_under_other_settings(calm, tmp_path):
-    forked(calm, tmp_path, "colder", "rollout.temperature=0.5")
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_fork_draws_again_what_was_begun_under_other_settings(calm, tmp_path, name):
+    make_fork(calm, RUN, 2, name, [OTHERWISE[name], "run.iterations=3"])
+    driver(calm, stored_config(calm, name), tmp_path / name, run=name).drive()
     left_out = {position for position, _ in left(calm, rollouts(calm)[1])}
-    again = need(calm, "colder", 3, Stage.ROLLOUT)
-    assert {position for position, _ in again.facts["left_out"]} == left_out
-    assert verify(calm, "colder").sound
+    assert {position for position, _ in need(calm, name, 3, Stage.ROLLOUT).facts["left_out"]} == left_out
+    assert verify(calm, name).sound
 
 
-def test_a_fork_with_updates_between_does_not_skip_what_is_in_flight(calm, tmp_path):
-    with pytest.raises(InputError, match="rollout of iteration 2 has left responses in flight"):
-        forked(calm, tmp_path, "turns", "rollout={samples=2,prompts=3,max_tokens=6,ahead=1}")
+def test_a_rollout_with_other_seeds_draws_again_what_is_in_flight(tmp_path):
+    root, three = open_root(str(tmp_path / "root")), config("run.iterations=3")
+    driver(root, three, tmp_path / "first").drive()
+    ask_again(root, RUN, Wanted(3, Stage.ROLLOUT, "by chance?", "tests", new_seeds=True))
+    driver(root, three, tmp_path / "second").drive()
+    left_out = {position for position, _ in left(root, need(root, RUN, 2, Stage.ROLLOUT))}
+    assert {position for position, _ in need(root, RUN, 3, Stage.ROLLOUT).facts["left_out"]} == left_out
+
+
+BETWEEN = "rollout={samples=2,prompts=3,max_tokens=6,ahead=1}"
+UNFOLLOWED = "would skip prompts: the rollout of iteration 2 of run 'small' has left 6 prompt groups in flight"
+
+
+def test_a_fork_with_updates_between_is_refused_with_a_command_that_works(calm, tmp_path):
+    with pytest.raises(InputError, match=UNFOLLOWED) as refused:
+        make_fork(calm, RUN, 2, "turns", [BETWEEN, "run.iterations=1"])
+    assert execute(shlex.split(str(refused.value).splitlines()[-1])[1:]) == 0
+    driver(calm, turns := stored_config(calm, "turns"), tmp_path / "turns", run="turns").drive()
+    assert turns.rollout.updates == "between"
+
+
+@pytest.mark.parametrize(
+    ("setting", "fact"),
+    [
+        (BETWEEN, UNFOLLOWED),
+        ("rollout.ahead=0", "under which weights never change beside a rollout"),
+        ("rollout.max_staleness=1", "by which no response may go on"),
+        ("rollout.pause_tokens=6", "as no response is longer than rollout.max_tokens = 6"),
+    ],
+)
+def test_settings_that_open_responses_cannot_follow_are_refused_before_a_stage_is_done_again(calm, setting, fact):
+    with pytest.raises(InputError, match=fact):
+        ask_again(calm, RUN, Wanted(3, Stage.ROLLOUT, "to see", "tests"), [setting])
+    assert not read_revisions(calm, RUN).reruns
