@@ -52,7 +52,7 @@ from tasks.stages.evaluation import evaluation
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import IN_FLIGHT
 from tests.small.config import small_config
-from tests.small.driving import RUN, Killed, driver
+from tests.small.driving import RUN, Killed, driver, is_renewal
 from tests.small.here import context_here
 from tests.storage.runs import age
 
@@ -159,7 +159,7 @@ class Side:
         return self.kills.randint(1, 40) if self.kills and self.kills.random() < 0.6 else _NEVER
 
     def _reached(self) -> None:
-        self.left -= 1
+        self.left -= not is_renewal()
         if self.left <= 0:
             raise Killed
 
