@@ -93,6 +93,10 @@ ROLLOUT = _schema(
     ),
 )
 
+BRANCHES = "branches.arrow"
+"""Name of the part of a rollout with the other branches of its samples: rows of the table `rollout`, in the order of
+the samples that they are of."""
+
 _REASON = _field(
     "reason",
     pa.string(),

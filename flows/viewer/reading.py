@@ -172,7 +172,7 @@ def _by_trainer(
         return None, "the state of the iteration was not stored (storage.save_every), nor is what was stored beside it"
     table = read_parts(root, [manifest.part(TRAINER_TABLE)], TRAINER)
     own = table.filter((pc.field("prompt_id") == prompt_id) & (pc.field("sample_id") == sample_id))
-    found = own["logprobs"].to_pylist()[0]
+    found = own["logprobs"].to_pylist()[0]  # of its row behind those of its other branches
     return found, None if found is not None else "the sample was not trained on"
 
 
@@ -196,7 +196,7 @@ def _tokens(
     for place, text in zip(here, _texts(ids, texts, here), strict=True):
         sampled, logprob, version = (row[name][place] for name in ("sampled", "logprobs", "weight_version"))
         own = advantage if sampled else None
-        trained = trainer[counted[place] - 1] if sampled and trainer is not None else None
+        trained = trainer[counted[place] - 1 - counted[-1]] if sampled and trainer is not None else None
         number = known.index(version) if version in known else 0
         shade = _shade(color, logprob, trained, number, own) if sampled else "other"
         yield Token(place, ids[place], text, sampled, logprob, trained, version, own, shade)

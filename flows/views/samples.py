@@ -23,7 +23,7 @@ from tasks.stages.names import Stage
 from trainer_core.batches.reading import read_samples
 from trainer_core.objectives.advantages import sample_advantages
 from trainer_core.objectives.objective_config import PolicyConfig
-from trainer_core.objectives.scored import ScoredSamples
+from trainer_core.objectives.scored import scored_of
 from trainer_core.objectives.selection import trained_on
 
 _NAMED = 8  # ids in a message
@@ -159,7 +159,7 @@ def read_scored(root: Root, run: str, iteration: int, policy: PolicyConfig) -> S
 
 def _advantages(root: Root, rollout: Manifest, reward: Manifest, policy: PolicyConfig) -> NDArray[np.float32] | None:
     samples = read_samples(root, rollout, reward)
-    scored = ScoredSamples(samples.rewards, samples.groups, trained_on(policy, samples), samples.response_lengths)
+    scored = scored_of(samples, trained_on(policy, samples)[samples.owners])
     return sample_advantages(policy, scored)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from storage.unfinished import TurnEvent
 from tasks.config.playing import EnvironmentSection
 from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.server import Endpoint, Rules, serving
-from tasks.endpoint.sessions import Session
+from tasks.endpoint.sessions import Branch, Session
 from tasks.engine.protocol import Sampling, TokenIds
 from tasks.environments.calls import Reader
 from tasks.environments.conversation import (
@@ -34,7 +35,7 @@ from tasks.environments.conversation import (
 from tasks.environments.hosting import EnvironmentFailed, Host
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
-from tasks.environments.scores import Kept, PlayedScore
+from tasks.environments.scores import Branched, Kept, PlayedScore
 from tasks.environments.trajectory import Answer, Trajectory
 
 _LATER_S = 0.1
@@ -83,8 +84,8 @@ class Driver:
     limits: Limits
 
     async def play(self, task: Task, past: Sequence[TurnEvent], note: Note) -> Played:
-        """A conversation; arguments, failures and raises as `Player.play`. Of several branches it is
-        the one of the last answer; its first turn tells of the others, and of what a client asked in vain."""
+        """A conversation; arguments, failures and raises as `Player.play`. Of several branches its row is that of the
+        last answer, whose first turn tells of the others, and of what a client asked in vain; they are kept beside."""
         sampler, failures = RecordedSampler(self.sampler, past, note), [one for one in past if one.kind == "failed"]
         while len(failures) <= self.limits.retries:
             clock = time.monotonic()
@@ -97,7 +98,7 @@ class Driver:
                 row, took = _row(session), session.sampling_s
                 score = PlayedScore(rewards=(*[None] * (row.answers - 1), reward))
                 course = course_of(row, failures, environment_s=(since(clock) - took,), sampling_s=took)
-                return Played(row, Kept(score=score, course=course))
+                return Played(row, Kept(score=score, course=course, branches=_others(session)))
             finally:
                 self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function
             failures.append(event)
@@ -157,13 +158,28 @@ def driving(
 
 def _row(session: Session) -> Trajectory:
     assert session.last is not None
-    row, others = session.last.row, [one for one in session.sampled if one is not session.last]
+    others = [one for one in session.sampled if one is not session.last]
     told = {
-        "branch": {"why": session.last.why, "parent": session.last.parent, "seed": session.last.seed},
         "others": [{"why": one.why, "parent": one.parent, "answers": one.row.answers} for one in others],
         "overridden": session.overridden,
         "refused": session.refused,
     }
-    own = {"role": "environment", "begin": 0, "end": 0, "results": json.dumps(told)}
-    row.turns.insert(0, own)
-    return row
+    return _marked(session.last, **told)
+
+
+def _others(session: Session) -> tuple[Branched, ...]:
+    """The branches beside the row, in an order that does not follow from that of requests at once."""
+    others = [one for one in session.sampled if one is not session.last]
+    others.sort(key=lambda one: (len(one.row.prompt), one.row.turns[0]["end"], one.seed))
+    rows = [_marked(one).columns() for one in others]
+    return tuple(
+        Branched(turns=tuple(row.pop("turns")), **{name: tuple(value.tolist()) for name, value in row.items()})
+        for row in rows
+    )
+
+
+def _marked(branch: Branch, **more: Any) -> Trajectory:
+    """The tokens of a branch, with a turn before them that tells why it began."""
+    told = {"branch": {"why": branch.why, "parent": branch.parent, "seed": branch.seed}, **more}
+    branch.row.turns.insert(0, {"role": "environment", "begin": 0, "end": 0, "results": json.dumps(told)})
+    return branch.row

@@ -4,6 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+import pyarrow as pa
 from pydantic import BaseModel, JsonValue
 
 from tasks.rewards.calling import NotFinite, weighted
@@ -48,11 +50,23 @@ class Course(BaseModel, frozen=True, extra="forbid"):
     cached_blocks: int = 0  # those of them that were there
 
 
+class Branched(BaseModel, frozen=True, extra="forbid"):
+    """Another branch of a conversation: its values in the table `rollout` where they are not those of the row."""
+
+    prompt_tokens: tuple[int, ...]
+    response_tokens: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    weight_version: tuple[int, ...]
+    turns: tuple[dict[str, JsonValue], ...]
+
+
 class Kept(BaseModel, frozen=True, extra="forbid"):
     """A conversation beside its row."""
 
     score: PlayedScore
     course: Course
+    branches: tuple[Branched, ...] = ()
 
     def document(self) -> dict[str, JsonValue]:
         """As it is stored with its piece."""
@@ -64,15 +78,27 @@ def read_scores(content: bytes) -> list[PlayedScore]:
     return [PlayedScore.model_validate(one) for one in json.loads(content)]
 
 
+def branches_of(samples: pa.Table, kept: Sequence[Kept]) -> pa.Table:
+    """The table `rollout` of all other branches of conversations, whose rows are `samples`, in their order."""
+    others = [one for each in kept for one in each.branches]
+    table = samples.take(np.repeat(np.arange(len(kept)), [len(one.branches) for one in kept]))
+    for name in Branched.model_fields:
+        place, values = table.schema.get_field_index(name), [vars(one)[name] for one in others]
+        table = table.set_column(place, table.schema.field(name), pa.array(values, table.schema.field(name).type))
+    return table
+
+
 def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
     """Metrics of conversations: turns are answers of the policy; `rewritten` counts conversations with earlier turns
     that the chat template would rewrite; seconds are summed over conversations, many of which are played at a time; a
-    failure that was not the last one of its conversation was retried; `prefix_cache_hits` is the share of the full
-    blocks of earlier turns that engines did not compute again."""
+    failure that was not the last one of its conversation was retried; `branches` counts those beside the rows, and
+    `branch_tokens` what was sampled in them; `prefix_cache_hits` is the share of the full blocks of earlier turns that
+    engines did not compute again."""
     turns = [len(one.score.rewards) for one in kept]
     reasons = Counter(failure.reason for one in kept for failure in one.course.failures)
     eligible, cached = (sum(vars(one.course)[f"{name}_blocks"] for one in kept) for name in ("eligible", "cached"))
-    lost = sum(one.score.failure is not None for one in kept)
+    lost, branches = sum(one.score.failure is not None for one in kept), [b for one in kept for b in one.branches]
+    further = {"branches": len(branches), "branch_tokens": sum(sum(one.sampled) for one in branches)}
     return {
         "turns_mean": sum(turns) / len(turns),
         "turns_max": float(max(turns)),
@@ -82,5 +108,6 @@ def play_metrics(kept: Sequence[Kept]) -> dict[str, float]:
         "environment_failures": float(reasons.total()),
         "environment_failures_retried": float(reasons.total() - lost),
         **({"prefix_cache_hits": cached / eligible} if eligible else {}),
+        **({name: float(count) for name, count in further.items()} if branches else {}),
         **{f"environment_failures_{reason}": float(count) for reason, count in sorted(reasons.items())},
     }

@@ -19,12 +19,12 @@ from storage.digest import value_digest
 from storage.errors import StageFailed
 from storage.manifest import Part
 from storage.parts import read_parts
-from storage.schema import ROLLOUT, fingerprint
+from storage.schema import BRANCHES, ROLLOUT, fingerprint
 from storage.turns import of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
 from tasks.engine.protocol import NOTHING, ROUTES, Every, Sampling, token_rows
 from tasks.environments.conversation import Played, Task
-from tasks.environments.scores import Kept
+from tasks.environments.scores import Kept, branches_of
 from tasks.environments.trajectory import columns_of
 from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play, tasks_of
@@ -74,7 +74,7 @@ def rollout(work: Work, prepared: Prepared, served: Served, before: Prepared | R
         work.context.outbox.settle()
     stale = {"staleness": float(work.iteration - 1 - served.weight_version)} if ahead else {}
     return StageOutput(
-        parts=(*(piece.part for piece in pieces), *sampler.parts_of(refill.played), *refill.parts),
+        parts=(*(piece.part for piece in pieces), *sampler.parts_of(samples, refill.played), *refill.parts),
         schema_fingerprint=fingerprint(ROLLOUT),
         facts={
             "cursor": before.cursor + refill.drawn,
@@ -161,14 +161,19 @@ class _Sampler:
         documents = [one for some in groups for one in find_scores(self.work.writer, self._name(some))]
         return [Kept.model_validate(one) for one in documents]
 
-    def parts_of(self, played: Sequence[Kept]) -> list[Part]:
-        """The parts with the rewards that environments gave, and with how that went; none without environments."""
+    def parts_of(self, samples: pa.Table, played: Sequence[Kept]) -> list[Part]:
+        """The parts with the rewards that environments gave for the samples, with how that went, and with the other
+        branches if there are any; none without environments."""
         if not played:
             return []
         scores, courses = zip(*((one["score"], one["course"]) for one in map(Kept.document, played)), strict=True)
         write = self.work.writer.write_bytes
         course = write(PLAYED, json.dumps(courses).encode()).model_copy(update={"measured": True})
-        return [write(SCORES, json.dumps(scores).encode()), course]
+        parts = [write(SCORES, json.dumps(scores).encode()), course]
+        if (branches := branches_of(samples, played)).num_rows:  # the tables with rows are the samples
+            table = self.work.writer.write_table(BRANCHES, branches, ROLLOUT)
+            parts.append(table.model_copy(update={"rows": None}))
+        return parts
 
     def _store(self, index: int, groups: Groups, table: pa.Table, scores: Sequence[dict[str, JsonValue]]) -> Piece:
         part = self.work.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)

@@ -64,10 +64,11 @@ def taught(
 
 def by_token(names: pa.Table, samples: Samples, logprobs: Vector, schema: pa.Schema) -> pa.Table:
     """A table of `schema` with a list for each sample, of its part of the (R,) `logprobs`: of all response tokens that
-    count. A sample has null where they are NaN. `names` has the ids of the samples, in their order."""
-    ends = np.append(0, np.cumsum(samples.response_lengths)).astype(np.int32)
-    first = np.minimum(ends[:-1], max(len(logprobs) - 1, 0))
-    without = np.isnan(logprobs[first]) if len(logprobs) else np.ones(len(samples), dtype=bool)
+    count, of other branches before those of its row. A sample has null where they are NaN. `names` has the ids of the
+    samples, in their order."""
+    ends = np.append(0, np.cumsum(samples.sample_lengths)).astype(np.int32)
+    first = np.minimum(ends[1:] - samples.response_lengths[samples.rows], max(len(logprobs) - 1, 0))  # of each row
+    without = np.isnan(logprobs[first]) if len(logprobs) else np.ones(names.num_rows, dtype=bool)
     column = pa.ListArray.from_arrays(pa.array(ends), pa.array(logprobs, pa.float32()), mask=pa.array(without))
     return names.select(NAMES).append_column("logprobs", column).cast(schema)
 

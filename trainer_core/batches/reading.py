@@ -9,7 +9,7 @@ from storage.backends.root import Root
 from storage.errors import StageFailed
 from storage.manifest import Manifest, Part
 from storage.parts import read_parts, read_table
-from storage.schema import REWARD, ROLLOUT, SELECTION
+from storage.schema import BRANCHES, REWARD, ROLLOUT, SELECTION
 from trainer_core.batches.sequences import Samples, SupervisedExamples
 
 _SAMPLE_BITS = 32  # of a key; a sample's number is int32
@@ -19,17 +19,20 @@ _COLUMNS = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampl
 
 
 def read_samples(root: Root, rollouts: Manifest, rewards: Manifest | None, routes: bool = False) -> Samples:
-    """Join the stored rollout and reward tables of an iteration, in the rollout's order; without rewards all are 0.
-    With `routes` the samples have those of the engine. Raises StageFailed: a rollout row has no reward row, or a usable
-    one no routes. Raises StorageError: stored bytes do not match the manifests."""
-    table = read_table(root, rollouts, ROLLOUT, [*_COLUMNS, *(["routes"] * routes)])
+    """Join the stored rollout and reward tables of an iteration, in the rollout's order, each row behind the other
+    branches of its sample; without rewards all are 0. With `routes` the samples have those of the engine. Raises
+    StageFailed: a rollout row has no reward row, a branch no row, or a usable sample no routes. Raises StorageError:
+    stored bytes do not match the manifests."""
+    columns = [*_COLUMNS, *(["routes"] * routes)]
+    table, branches = _with_branches(root, rollouts, read_table(root, rollouts, ROLLOUT, columns), columns)
     if rewards is None:
         groups = table["prompt_id"].combine_chunks().dictionary_encode().indices.to_numpy()
-        return _samples(table, np.zeros(table.num_rows, dtype=np.float32), groups)
+        return _samples(table, np.zeros(table.num_rows, dtype=np.float32), groups, branches)
     scores = read_table(root, rewards, REWARD, ["prompt_id", "sample_id", "reward"])
     keys, offered = _keys(table, scores)
-    rewarded = scores["reward"].to_numpy()[_places(table, keys, offered)]  # (N,), NaN without a score
-    return _samples(table, rewarded, keys >> _SAMPLE_BITS)
+    places = _places(table, keys, offered, "reward row, first {}; run the reward stage again")
+    rewarded = scores["reward"].to_numpy()[places]  # (N,), NaN without a score
+    return _samples(table, rewarded, keys >> _SAMPLE_BITS, branches)
 
 
 def read_selected(root: Root, share: Part, scores: Part | None, rewarded: bool = True, routes: bool = False) -> Samples:
@@ -56,7 +59,26 @@ def solved_examples(prompts: pa.Table) -> SupervisedExamples:
     return SupervisedExamples(tokens, prompt_lengths, answer_lengths)
 
 
-def _samples(table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.int64]) -> Samples:
+def _with_branches(
+    root: Root, rollouts: Manifest, table: pa.Table, columns: list[str]
+) -> tuple[pa.Table, NDArray[np.int64] | None]:
+    """The table with the other branches of each sample before its row, and `Samples.branches`."""
+    if BRANCHES not in rollouts.part_names:
+        return table, None
+    others = read_parts(root, [rollouts.part(BRANCHES)], ROLLOUT, columns)
+    keys, theirs = _keys(table, others)
+    owners = _places(others, theirs, keys, "row, but a branch, first {}: `ratchet verify` shows more")
+    order = np.argsort(np.concatenate([owners, np.arange(len(keys))]), kind="stable")
+    counts = np.bincount(owners, minlength=len(keys)) + 1
+    return pa.concat_tables([others, table]).take(order), counts
+
+
+def _samples(
+    table: pa.Table,
+    rewarded: NDArray[np.float32],
+    groups: NDArray[np.int64],
+    branches: NDArray[np.int64] | None = None,
+) -> Samples:
     prompt_lengths, lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
     tokens, sampled = _flat(table, "response_tokens"), _flat(table, "sampled").astype(np.bool_)
     logprobs = _flat(table, "logprobs").astype(np.float32)
@@ -73,6 +95,7 @@ def _samples(table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.
         engine_logprobs=logprobs,
         rewards=np.where(np.isfinite(rewarded), rewarded, np.float32(0)) + np.float32(0),  # without a negative zero
         groups=np.unique(groups, return_inverse=True)[1].astype(np.int32),
+        branches=branches,
         usable=usable,
         routes=_routes(table, prompt_lengths + lengths - 1, usable) if "routes" in table.column_names else None,
     )
@@ -130,8 +153,9 @@ def _keys(*tables: pa.Table) -> list[NDArray[np.int64]]:
     return np.split(keys, np.cumsum([table.num_rows for table in tables])[:-1])
 
 
-def _places(table: pa.Table, keys: NDArray[np.int64], offered: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Position of each key in `offered`, the last if it occurs twice. Raises StageFailed if it is missing."""
+def _places(table: pa.Table, keys: NDArray[np.int64], offered: NDArray[np.int64], lacking: str) -> NDArray[np.int64]:
+    """Position of each key in `offered`, the last if it occurs twice. Raises StageFailed with what is `lacking` if it
+    is missing."""
     order = np.argsort(offered, kind="stable")
     last = np.searchsorted(offered, keys, side="right", sorter=order) - 1
     found = np.isin(keys, offered)
@@ -139,7 +163,7 @@ def _places(table: pa.Table, keys: NDArray[np.int64], offered: NDArray[np.int64]
         first = table.slice(int(np.argmin(found)), 1)
         sample = first["prompt_id"][0].as_py(), first["sample_id"][0].as_py()
         missing = np.count_nonzero(~found)
-        raise StageFailed(f"{missing} samples have no reward row, first {sample}; run the reward stage again")
+        raise StageFailed(f"{missing} samples have no {lacking.format(sample)}")
     return order[last]
 
 

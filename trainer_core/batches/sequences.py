@@ -68,6 +68,28 @@ class Samples(Sequences):
     """Log-probabilities of the same tokens by a teacher, in nats; None if there is none."""
     values: Vector | None = None
     """Returns that a critic expects from each of these tokens on; None if there is none."""
+    branches: NDArray[np.int64] | None = None
+    """(M,) sequences of each of M samples, one sample after another: the branches of its conversation, which share its
+    reward; the last is its row of the rollout. None if each sample is one sequence."""
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """(N,) number of the sample that each sequence is of."""
+        return (
+            np.arange(len(self)) if self.branches is None else np.repeat(np.arange(len(self.branches)), self.branches)
+        )
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """(M,) number of the sequence that is the row of each sample."""
+        return np.arange(len(self)) if self.branches is None else np.cumsum(self.branches) - 1
+
+    @property
+    def sample_lengths(self) -> NDArray[np.int64]:
+        """(M,) response tokens of each sample that count, of all its branches."""
+        if self.branches is None:
+            return self.response_lengths
+        return response_sums(self.response_lengths, self.branches).astype(np.int64)
 
 
 def response_sums(values: NDArray, lengths: NDArray[np.int64]) -> NDArray[np.float64]:

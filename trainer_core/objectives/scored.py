@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer_core.batches.sequences import Samples
+
 
 @dataclass(frozen=True)
 class ScoredSamples:
@@ -20,6 +22,15 @@ class ScoredSamples:
     an advantage of single tokens gets them; for others they are subtracted from `rewards`."""
     values: NDArray[np.float32] | None = None
     """(R,) returns that a critic expects from each response token on; None without a critic."""
+
+
+def scored_of(samples: Samples, usable: NDArray[np.bool_]) -> ScoredSamples:
+    """The M samples with all branches of each as one response; `usable` says of each of the N sequences whether it
+    counts. A conversation so has one reward, one share of a baseline and one length, however often it branched."""
+    rows = samples.rows
+    counted = np.isin(np.arange(len(rows)), samples.owners[usable])
+    lengths = samples.sample_lengths
+    return ScoredSamples(samples.rewards[rows], samples.groups[rows], counted, lengths, values=samples.values)
 
 
 def members_of(groups: NDArray[np.int32], usable: NDArray[np.bool_]) -> list[NDArray[np.int64]]:

@@ -18,7 +18,7 @@ from trainer_core.objectives.losses import correction_effect, distilled, kl_esti
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preference_report, preference_values
 from trainer_core.objectives.registry import loss_of
-from trainer_core.objectives.scored import ScoredSamples
+from trainer_core.objectives.scored import scored_of
 from trainer_core.objectives.selection import Units, sequence_weights, units_of
 from trainer_core.objectives.tokens import TokenLoss, Tokens, bounded_log_ratio
 from trainer_core.phases.critic import Critic
@@ -158,9 +158,7 @@ class PolicyPhase:
         counted, returns = samples.per_response_token(usable), dict[str, Vector]()
         if self.policy.needs_rewards:
             penalties = self._penalties(counted, before, reference_logprobs)
-            scored = ScoredSamples(
-                samples.rewards, samples.groups, usable, samples.response_lengths, values=samples.values
-            )
+            scored = scored_of(samples, usable)
             found = token_advantages(self.policy, scored, penalties)
             if self.critic is not None:
                 returns["returns"] = token_returns(self.policy, scored, penalties)
@@ -187,7 +185,8 @@ class PolicyPhase:
         self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool
     ) -> tuple[UpdateReport, Gradients]:
         weights = np.zeros(len(samples), dtype=np.float32)
-        weights[rows] = sequence_weights(self.policy, samples.response_lengths[rows], samples.groups[rows])
+        of_rows = samples.response_lengths[rows], samples.groups[rows], samples.owners[rows]
+        weights[rows] = sequence_weights(self.policy, *of_rows)
         needed, loss = self.policy.needs_entropy, loss_of(self.policy)
 
         def token_loss(batch: MicroBatch, logprobs: torch.Tensor, entropy: torch.Tensor) -> TokenLoss:

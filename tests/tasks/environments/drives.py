@@ -27,13 +27,20 @@ async def tireless(base_url, api_key, record, seed):
 
 
 async def editing(base_url, api_key, record, seed):
-    """Forget the first answer."""
-    await sums(base_url, api_key, record, seed, turns=2)
+    """Ask the second question twice, then forget the first answer; the reward is the length of the last one."""
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-        told = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-        again = [*told, {"role": "user", "content": record["prompt"]}]
-        await client.chat.completions.create(model="policy", messages=again)
-    return 1
+
+        async def ask(*messages):
+            found = await client.chat.completions.create(model="policy", messages=messages, temperature=0.5)
+            return found.choices[0].message
+
+        first = {"role": "user", "content": record["prompt"]}
+        second = {"role": "user", "content": f"+{seed % 7}="}
+        answer = await ask(first)
+        await ask(first, answer, second)
+        await ask(first, answer, second)
+        last = await ask({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}, first)
+        return len(last.content)
 
 
 async def textual(base_url, api_key, record, seed):

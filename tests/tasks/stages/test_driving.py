@@ -9,8 +9,8 @@ from storage.backends.root import open_root
 from storage.errors import InputError, StageFailed
 from storage.kill_points import Point
 from storage.manifest import need
-from storage.parts import read_table
-from storage.schema import REWARD, ROLLOUT
+from storage.parts import read_parts, read_table
+from storage.schema import BRANCHES, REWARD, ROLLOUT
 from storage.upkeep.verify import verify
 from tasks.environments.checking import check_environment
 from tasks.stages.names import Stage
@@ -18,6 +18,7 @@ from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallEngine
+from trainer_core.batches.reading import read_samples
 
 FILE = Path(__file__).parents[1] / "environments/drives.py"
 
@@ -54,6 +55,10 @@ def rewards(root):
     return rows(root, Stage.REWARD, REWARD)
 
 
+def branches(root):
+    return read_parts(root, [need(root, RUN, 1, Stage.ROLLOUT).part(BRANCHES)], ROLLOUT).to_pylist()
+
+
 def own(row):
     """The record that the first turn has of the session."""
     return json.loads(next(turn["results"] for turn in row["turns"] if turn["results"]))
@@ -70,26 +75,43 @@ def prefixes(row):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    root = played(tmp_path_factory.mktemp("undisturbed"), "sums")
+    root = played(tmp_path_factory.mktemp("undisturbed"), "editing")
     return root, list(Recording.asked)
 
 
-def test_each_trained_token_was_sampled_under_its_very_prefix(undisturbed):
+def test_each_answer_is_trained_once_and_under_the_very_prefix_it_was_sampled_after(undisturbed):
     root, asked = undisturbed
-    found = rows(root)
-    assert sorted(one for row in found for one in prefixes(row)) == sorted(asked)
-    assert len(asked) == 3 * PROMPTS * SAMPLES
+    found, others = rows(root), branches(root)
+    assert sorted(one for row in (*found, *others) for one in prefixes(row)) == sorted(asked)
+    assert len(asked) == 4 * PROMPTS * SAMPLES
     for row, score in zip(found, rewards(root), strict=True):
-        assert [turn["role"] for turn in row["turns"]] == ["environment", *["assistant", "user"] * 2, "assistant"]
-        last = len(row["response_tokens"]) - row["turns"][-1]["begin"]
-        assert score["reward"] == last - 1  # without the stop token
+        assert [turn["role"] for turn in row["turns"]] == ["environment", "assistant"]
+        assert own(row)["branch"]["why"] == "edited"
+        first, again = ({"why": why, "parent": parent, "answers": 2} for why, parent in (("first", None), ("again", 0)))
+        assert own(row)["others"] == [first, again]
+        assert score["reward"] == len(row["response_tokens"]) - 1  # without the stop token
         assert own(row)["overridden"] == {"temperature": 0.5}
+        mine = [one for one in others if (one["prompt_id"], one["sample_id"]) == (row["prompt_id"], row["sample_id"])]
+        assert sorted(own(one)["branch"]["why"] for one in mine) == ["again", "first"]
     assert len({score["reward"] for score in rewards(root)}) > 1
+
+
+def test_branches_are_trained_with_the_reward_of_their_sample(undisturbed):
+    root, _ = undisturbed
+    manifest = need(root, RUN, 1, Stage.ROLLOUT)
+    samples, scores = read_samples(root, manifest, need(root, RUN, 1, Stage.REWARD)), rewards(root)
+    assert samples.branches.tolist() == [3] * len(scores)
+    assert samples.rewards.tolist() == [score["reward"] for score in scores for _ in range(3)]
+    assert samples.usable.all()
+    trained = sum(sum(row["sampled"]) for row in (*rows(root), *branches(root)))
+    assert samples.response_lengths.sum() == trained
+    assert manifest.metrics["branches"] == len(branches(root)) == 2 * len(scores)
+    assert manifest.metrics["branch_tokens"] + manifest.metrics["tokens"] == trained
 
 
 @pytest.mark.slow
 def test_after_kills_the_answers_are_repeated_and_not_sampled_again(tmp_path, undisturbed):
-    root, given = open_root(str(tmp_path / "root")), config("sums")
+    root, given = open_root(str(tmp_path / "root")), config("editing")
     for number, after in enumerate((4, 4)):  # so few that much is left, however far others got by then
         with pytest.raises(Killed):
             at = killing(Stage.ROLLOUT, 1, Point.MID_RESPONSE, after)
@@ -99,6 +121,7 @@ def test_after_kills_the_answers_are_repeated_and_not_sampled_again(tmp_path, un
     last.workers = WorkersHere(given, engine=Recording)
     last.drive()
     assert rows(root) == rows(undisturbed[0])
+    assert branches(root) == branches(undisturbed[0])
     assert rewards(root) == rewards(undisturbed[0])
     assert 0 < len(Recording.asked) <= len(undisturbed[1]) - 4
     assert verify(root, RUN).sound
@@ -129,16 +152,6 @@ def test_a_policy_at_its_limits_has_a_reward(tmp_path):
     root = played(tmp_path, "tireless", "environment.turns=4")
     assert {score["reward"] for score in rewards(root)} == {0.0}
     assert {sum(turn["role"] == "assistant" for turn in row["turns"]) for row in rows(root)} == {4}
-
-
-@pytest.mark.slow
-def test_an_edited_history_is_marked_and_trained_as_it_was_sampled(tmp_path):
-    found = rows(played(tmp_path, "editing"))
-    asked = set(Recording.asked)
-    for row in found:
-        assert own(row)["branch"]["why"] == "edited"
-        assert own(row)["others"] == [{"why": "first", "parent": None, "answers": 2}]
-        assert set(prefixes(row)) <= asked
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from storage.backends.root import open_root
 from storage.errors import StageFailed
 from storage.manifest import Manifest
 from storage.parts import PartWriter
-from storage.schema import PROMPTS, REWARD, ROLLOUT
+from storage.schema import BRANCHES, PROMPTS, REWARD, ROLLOUT
 from tasks.stages.names import Stage
 from tests.storage.tables import rollout_table, scored_table
 from trainer_core.batches.reading import read_samples, solved_examples
@@ -96,6 +96,27 @@ def test_usable_samples_have_routes_for_each_token_but_the_last(root):
     ):
         with pytest.raises(StageFailed, match=r"sample \('.*', 0\) has . bytes of routes for . tokens: sample with"):
             read_samples(root, routed(root, given), rewards, routes=True)
+
+
+def test_other_branches_come_before_the_row_of_their_sample_with_its_reward(root):
+    rewards = store(root, Stage.REWARD, REWARD, [reward_row(*item) for item in REWARDS.items()])
+    others = [rollout_row("a", 0, [6, 7], [1, 2]), rollout_row("b", 0, [9], [8]), rollout_row("a", 0, [5], [4])]
+    table = pa.Table.from_pylist(others, ROLLOUT)
+    part = PartWriter(root, "run", 1, Stage.ROLLOUT).write_table(BRANCHES, table, ROLLOUT)
+    (first, second), branches = rollouts(root).parts, part.model_copy(update={"rows": None})
+    manifest = rollouts(root).model_copy(update={"parts": (first, second, branches)})
+    samples = read_samples(root, manifest, rewards)
+    assert samples.branches.tolist() == [2, 1, 3, 1]
+    assert samples.owners.tolist() == [0, 0, 1, 2, 2, 2, 3]
+    assert samples.rows.tolist() == [1, 2, 5, 6]
+    assert samples.tokens.tolist() == [9, 8, 1, 2, 3, 1, 2, 4, 5, 6, 7, 1, 2, 5, 4, 6, 7, 8, 9, 6]
+    assert samples.rewards.tolist() == [1.0, 1.0, 0.0, 0.5, 0.5, 0.5, 0.0]
+    assert samples.usable.tolist() == [True, True, False, True, True, True, False]
+    assert samples.groups.tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert samples.sample_lengths.tolist() == [2, 2, 6, 0]
+    lost = manifest.model_copy(update={"parts": (second, branches)})
+    with pytest.raises(StageFailed, match=r"1 samples have no row, but a branch, first \('b', 0\)"):
+        read_samples(root, lost, rewards)
 
 
 def test_a_sample_without_reward_row_is_named(root):

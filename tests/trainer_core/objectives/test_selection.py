@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import random_samples
+from trainer_core.objectives.advantages import token_advantages
 from trainer_core.objectives.objective_config import PolicyConfig
-from trainer_core.objectives.selection import sequence_weights, trained_on
+from trainer_core.objectives.scored import scored_of
+from trainer_core.objectives.selection import sequence_weights, trained_on, units_of
 
 REWARDS = np.array([0, 0, 0, 1, 1, 2, 2, 1, 3, 3], dtype=np.float32)
 GROUPS = np.array([4, 4, 4, 2, 2, 2, 2, 9, 9, 9], dtype=np.int32)
@@ -75,6 +77,34 @@ def test_sequence_weights_by_hand(aggregation, expected):
 def test_groups_weigh_alike_whatever_their_size():
     found = weights({"loss_aggregation": "group"}, [1, 1, 6], [5, 5, 2])
     assert found.tolist() == pytest.approx([2, 2, 4 / 6])
+
+
+def test_branches_of_a_sample_weigh_as_one():
+    policy = PolicyConfig.model_validate({"loss_aggregation": "sequence"})
+    lengths, groups = np.array([1, 1, 4]), np.zeros(3, np.int32)
+    assert sequence_weights(policy, lengths, groups, np.array([0, 0, 1])).tolist() == pytest.approx([1.5, 1.5, 0.75])
+    constant = PolicyConfig.model_validate({"loss_aggregation": "constant", "loss_length": 3})
+    assert sequence_weights(constant, lengths, groups, np.array([0, 0, 1])).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("settings", "expected"), [({"loss": {"type": "sft"}}, [3, 4]), ({"most_groups": 1}, [0])])
+def test_all_branches_of_a_chosen_sample_are_trained(settings, expected):
+    given = replace(random_samples(groups=1, per_group=6), response_lengths=np.array([1, 1, 1, 2, 3, 4]))
+    rewards, groups = np.array([0, 0, 0, 2, 2, 0], np.float32), np.array([7, 5, 5, 5, 5, 5], np.int32)
+    samples = replace(
+        given, rewards=rewards, groups=groups, usable=np.full(6, True), branches=np.array([1, 1, 1, 2, 1])
+    )
+    assert units_of(PolicyConfig.model_validate(settings), samples).tolist() == expected
+
+
+def test_a_branched_sample_counts_once_in_the_baseline():
+    given = replace(random_samples(groups=1, per_group=6), response_lengths=np.array([1, 1, 1, 3, 2, 2]))
+    rewards, groups = np.array([1, 1, 1, 0, 0.5, 0.5], np.float32), np.zeros(6, np.int32)
+    samples = replace(given, rewards=rewards, groups=groups, usable=np.full(6, True), branches=np.array([3, 1, 2]))
+    scored = scored_of(samples, samples.usable)
+    assert scored.lengths.tolist() == [3, 3, 4]
+    advantages = token_advantages(PolicyConfig(), scored)
+    assert advantages.tolist() == pytest.approx([1.0] * 3 + [-1.0] * 3 + [0.0] * 4, abs=1e-4)
 
 
 def test_a_constant_divisor_is_that_of_every_sequence():
