@@ -66,6 +66,8 @@ def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | 
         raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
     if made is None:
         return _driven(found, form, arguments)
+    if inspect.iscoroutinefunction(getattr(type(made), "drive", None)):
+        return _driven(found, made.drive, {})
     for method, form in _CALLS.items():
         _check_method(made, method, form)
     return made
