@@ -108,6 +108,14 @@ ENDPOINT = (
         ("tests/trainer_core/objectives/test_selection.py",),
     ),
     Mutant(
+        "endpoint-refusals-unbounded",
+        "what a client sends is stored with the sample in full length, as the name of another model",
+        "tasks/endpoint/requests.py",
+        "super().__init__(shortened(message))",
+        "super().__init__(message)",
+        _REFUSALS,
+    ),
+    Mutant(
         "drive-answers-unrecorded",
         "an answer reaches a client before it is durable, and another one is sampled after a kill",
         "tasks/endpoint/driving.py",

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from tasks.engine.protocol import Sampling
-from tasks.rewards.words import shown
+from tasks.rewards.words import shortened, shown
 
 REASONING = ("reasoning_content", "reasoning")
 _UNREADABLE = (UnicodeDecodeError, UnicodeEncodeError)
@@ -16,11 +16,11 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Refused(Exception):
-    """A request that is answered with an error of the OpenAI form."""
+    """A request that is answered with an error of the OpenAI form, whose texts are bounded: they are stored."""
 
     def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.status, self.param = code, status, param
+        super().__init__(shortened(message))
+        self.code, self.status, self.param = code, status, shortened(param) if param else param
 
     def document(self) -> dict[str, Any]:
         """The body of the answer."""

@@ -28,6 +28,7 @@ from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
 
 _STARTS_S = 60.0
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _STRANGER = Refused(
     "the API key is of no session, or of one that has ended: give the one of this trajectory", "invalid_api_key", 401
 )
@@ -72,7 +73,9 @@ class Endpoint:
     def application(self) -> Starlette:
         posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete}
         routes = [Route(path, self._answering(handler), methods=["POST"]) for path, handler in posts.items()]
-        return Starlette(routes=[*routes, Route("/v1/models", self._answering(self._models), methods=["GET"])])
+        models = Route("/v1/models", self._answering(self._models), methods=["GET"])
+        other = Route("/{path:path}", self._answering(self._unknown), methods=_METHODS)
+        return Starlette(routes=[*routes, models, other])
 
     def _answering(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
         """The handler with the session of a request; each refusal is recorded in it, and answered in the form."""
@@ -94,6 +97,11 @@ class Endpoint:
         return JSONResponse(
             {"object": "list", "data": [{"id": self._rules.model, "object": "model", "owned_by": "run"}]}
         )
+
+    async def _unknown(self, request: Request, session: Session) -> Response:
+        known = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models"
+        fact = f"there is no {request.method} {request.url.path}"
+        raise Refused(f"{fact}: the endpoint has {known}", "unknown_url", 404)
 
     async def _chat(self, request: Request, session: Session) -> Response:
         body = await self._body(request)

@@ -72,6 +72,30 @@ def test_flawed_requests(served, name):
     assert post(url, session.key, GOOD)[0] == 200  # the session goes on
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "responses"), ("GET", "chat/completions"), ("DELETE", "models")],
+)
+def test_an_address_that_is_not_served(served, method, path):
+    endpoint, _, url = served
+    session = endpoint.open(5)
+    answer = httpx.request(method, f"{url}/{path}", headers={"authorization": f"Bearer {session.key}"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "unknown_url")
+    assert f"there is no {method} " in error["message"]
+    assert session.refused == [error["message"]]
+    assert httpx.request(method, f"{url}/{path}").json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize("body", [{**GOOD, "model": "other" * 9999}, {**GOOD, "other" * 9999: 1}])
+def test_what_is_recorded_of_a_refusal_is_bounded(served, body):
+    endpoint, _, url = served
+    session = endpoint.open(5)
+    _, error = post(url, session.key, body)
+    assert 0 < len(error["message"]) <= 1000 >= len(error["param"])
+    assert session.refused == [error["message"]]
+
+
 def test_a_foreign_session(codec):
     with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
         session = endpoint.open(5)
