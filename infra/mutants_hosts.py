@@ -71,6 +71,14 @@ HOSTS = (
         ("tests/trainer_core/test_again.py",),
     ),
     Mutant(
+        "standby-of-another-host",
+        "a process that waits on one host takes the place of a rank on another, whose files are not there",
+        "tasks/workers/ranks.py",
+        "(one for one in left if one[0] == host)",
+        "(one for one in left)",
+        _SURVIVORS,
+    ),
+    Mutant(
         "short-calls-are-stalls",
         "calls that come one after the other to the same place are taken for one that stands still",
         "tasks/workers/stalls.py",

@@ -256,10 +256,10 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
     return {group: [members[index] for index in sorted(members)] for group, members in groups.items()}
 
 
-def living(actors: Sequence[Any]) -> list[Any]:
+def living[K](actors: Mapping[K, Any]) -> dict[K, Any]:
     """Those that are not known to be dead."""
-    dead = _answered([actor.calls.remote() for actor in actors], _PING_S)[1]
-    return [actor for place, actor in enumerate(actors) if place not in dead]
+    dead = _answered([actor.calls.remote() for actor in actors.values()], _PING_S)[1]
+    return {key: actor for place, (key, actor) in enumerate(actors.items()) if place not in dead}
 
 
 def _answered(references: list[Any], timeout_s: float) -> tuple[set[int], set[int]]:

@@ -8,6 +8,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from tasks.config.run import RunConfig
 from tasks.engine.own import find_engine
 from tasks.engine.protocol import EngineSpec
 from tasks.engine.start import start_engine
-from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, short_name, spawn
+from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, living, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
 from tasks.workers.folders import Folders
@@ -159,10 +160,13 @@ class Fleet:
                 self._trainers.end()  # a stage that is done again may train under other settings
             if self._trainers is None or not self._trainers.alive():
                 self._trainers, self._trained_under = self._trainer_group(str(model_dir), config), config
-            elif self._trainers.awaited and self._cluster.local:  # imports of others would delay theirs
+            elif self._trainers.awaited:  # imports of others would delay theirs
                 section, settings = self._config, self._cluster.settings
-                deterministic = bool(section.device.deterministic)
-                self._standby.fill(self._run, section.workers.standby, self.device, settings, deterministic)
+                deterministic, beside = bool(section.device.deterministic), self._seats_of_ranks(beside=True)
+                hosts = zip(self._hosts_of_ranks, beside, strict=True)
+                self._standby.fill(
+                    self._run, section.workers.standby, self.device, settings, deterministic, list(hosts)
+                )
             return self._trainers
 
     def processes(self) -> dict[str, int]:
@@ -199,8 +203,11 @@ class Fleet:
         WorkerLost: as `reserve`."""
         if not isinstance(self.folders, HostFolders):
             return
-        if self._config.workers.standby:
-            raise InputError("workers.standby: on a Ray cluster no process waits for the place of another: set it to 0")
+        if self._config.workers.standby and self.device == "cuda":
+            raise InputError(
+                "workers.standby: on cards of a Ray cluster, which Ray gives to a process as it starts, none waits for "
+                "the place of another: set it to 0"
+            )
         wanted = bundles(self._config, self.device)
         if role not in wanted:  # engines that share the ranks' cards
             role = "trainers"
@@ -214,11 +221,20 @@ class Fleet:
         self.folders.moved(hosts - {this_node()}, of_ranks)
         transport(self._config.sync.transport, self.placement())
 
-    def _seats_of_ranks(self) -> list[dict[str, Any]]:
-        if "trainers" not in self._seats:
-            return []
+    @property
+    def _hosts_of_ranks(self) -> tuple[str, ...]:
+        """Ray's name of the host of each rank; none of ours has one."""
+        if isinstance(self.folders, HostFolders):
+            return self.folders.of_ranks
+        return ("",) * self._config.train.parallel.world_size
+
+    def _seats_of_ranks(self, beside: bool = False) -> list[dict[str, Any]]:
+        """Ray's options of each rank, or of a process `beside` it, which takes nothing."""
         parallel, (amount, _) = self._config.train.parallel, taken(self._config, self.device)
-        return [self._seats["trainers"].options(rank // parallel.tensor, amount) for rank in range(parallel.world_size)]
+        if "trainers" not in self._seats:
+            return [{}] * parallel.world_size
+        options = partial(self._seats["trainers"].options, resources={} if beside else amount)
+        return [options(rank // parallel.tensor) for rank in range(parallel.world_size)]
 
     def _seat_of_engine(self, place: int) -> list[dict[str, Any]]:
         seats = self._seats.get("engines", self._seats.get("trainers"))
@@ -284,12 +300,14 @@ class Fleet:
         role = f"{self._run}/trainers"
         deterministic = bool(self._config.device.deterministic)
         prefix = f"{role}/{value_digest({**config.model_dump(mode='json'), 'deterministic': deterministic})}"
-        found = self._found(role, prefix, rank_labels(config.parallel.world_size))
+        labels = rank_labels(config.parallel.world_size)
+        found = self._found(role, prefix, labels) if self._ranks is None else None  # of ours some may live on
         if found is None:
             deadline_s = self._config.workers.start_deadline_s
             settings, seats = self._cluster.settings, self._seats_of_ranks()
-            there = {} if self._ranks is None else self._ranks.survivors()
-            there |= self._standby.take([rank for rank in range(config.parallel.world_size) if rank not in there])
+            there = {} if self._ranks is None else living(self._ranks.survivors())
+            hosts = dict(enumerate(self._hosts_of_ranks))
+            there |= self._standby.take({rank: host for rank, host in hosts.items() if rank not in there})
             found = start_trainers(
                 prefix, model_dir, config, self.device, settings, deadline_s, deterministic, seats=seats, there=there
             )

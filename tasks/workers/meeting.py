@@ -6,6 +6,7 @@ keeps some hundred short values of each until the group ends.
 
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
@@ -33,8 +34,9 @@ def left(prefix: str) -> list[str]:
     return [key.decode() for key in internal_kv._internal_kv_list(f"{prefix}/", namespace=_NAMESPACE)]
 
 
+@cache
 def enable() -> None:
-    """Let torch know such URLs in this process."""
+    """Let torch know such URLs in this process, also if it was a rank before."""
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     from tasks.workers.kept_by_ray import RayStore

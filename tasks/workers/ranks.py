@@ -1,7 +1,8 @@
 """Starting the trainer ranks as Ray actors."""
 
+import itertools
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -48,31 +49,50 @@ class RankActors(WorkerGroup):
 
 
 class Standby:
-    """Processes that have imported what a trainer rank needs, and wait for the place of one that dies."""
+    """Processes that have imported what a trainer rank needs, and wait for the place of one that dies on their host."""
 
     def __init__(self) -> None:
-        self._actors: list[Any] = []
+        self._waiting: dict[tuple[str, int], Any] = {}  # by host and number
 
-    def fill(self, run: str, count: int, device: Device, settings: Settings, deterministic: bool) -> None:
-        """Start those that are missing, without waiting."""
-        self._actors = living(self._actors) if count else []
-        missing = count - len(self._actors)
+    def fill(
+        self,
+        run: str,
+        count: int,
+        device: Device,
+        settings: Settings,
+        deterministic: bool,
+        beside: Sequence[tuple[str, Mapping[str, Any]]] = (("", MappingProxyType({})),),
+    ) -> None:
+        """Start those that are missing, without waiting. `beside` has for each rank the name of its host, and Ray's
+        options of a process there."""
+        self._waiting = living(self._waiting)
         environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
-        for actor in spawn(fresh_names(f"{run}/standby", missing), [environment] * missing, detached=False):
-            actor.make.remote(import_trainer, (device,))
-            self._actors.append(actor)
+        for number, (host, seat) in enumerate(itertools.islice(itertools.cycle(beside), count)):
+            if (host, number) not in self._waiting:
+                (actor,) = spawn(fresh_names(f"{run}/standby", 1), [environment], detached=False, seats=[seat])
+                actor.make.remote(import_trainer, (device,))
+                self._waiting[host, number] = actor
 
-    def take(self, ranks: Sequence[int]) -> dict[int, Any]:
-        """Hand over one for each of these ranks, as long as there are some."""
-        found = living(self._actors)
-        self._actors = found[len(ranks) :]
-        return dict(zip(ranks, found, strict=False))
+    def take(self, ranks: Mapping[int, str]) -> dict[int, Any]:
+        """Hand over one for each of these ranks, whose host is given, as long as there are some."""
+        self._waiting = living(self._waiting)
+        return {rank: self._waiting.pop(one) for rank, one in on_their_hosts(self._waiting, ranks).items()}
 
     def end(self) -> None:
         """End them."""
-        for actor in self._actors:
+        for actor in self._waiting.values():
             ray.kill(actor)
-        self._actors = []
+        self._waiting = {}
+
+
+def on_their_hosts(waiting: Iterable[tuple[str, int]], ranks: Mapping[int, str]) -> dict[int, tuple[str, int]]:
+    """For each rank one of those that wait on its host, as long as there are some."""
+    left, found = list(waiting), dict[int, tuple[str, int]]()
+    for rank, host in ranks.items():
+        if (one := next((one for one in left if one[0] == host), None)) is not None:
+            left.remove(one)
+            found[rank] = one
+    return found
 
 
 def start_trainers(
@@ -109,11 +129,11 @@ def start_trainers(
         actor.become.remote(short_name(names[rank]))
     if settings.local:
         group = RankActors(rank_labels(world_size), actors, folder := new_folder())
-        group.keeps = device == "cpu"  # NCCL's calls do not end when another rank has died
         store = str(folder / "store")
     else:
         group = RankActors.found(group_name(names[0]), rank_labels(world_size), actors)
         store, start = meeting.meeting(group_name(names[0])), partial(_on_its_host, start)
+    group.keeps = device == "cpu"  # NCCL's calls do not end when another rank has died
     ranks = rank_specs(world_size, store, device, deterministic, settings.local)
     group.start(start, [(model_dir, config, rank) for rank in ranks], deadline_s)
     return group

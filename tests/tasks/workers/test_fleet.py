@@ -224,8 +224,9 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
 
 
-def test_on_a_cluster_no_process_can_stand_by(tmp_path):
-    config = parse_config({**config_of(str(tmp_path)).model_dump(mode="json"), "workers": {"standby": 1}}, "test")
+def test_with_cards_of_a_cluster_no_process_can_stand_by(tmp_path):
+    asked = {"workers": {"standby": 1}, "device": {"kind": "cuda"}}
+    config = parse_config({**config_of(str(tmp_path)).model_dump(mode="json"), **asked}, "test")
     cluster = Cluster(Settings(ray_address="10.77.0.1:6379", gpus=()))
     with pytest.raises(InputError, match=r"workers.standby: .* set it to 0"):
         Fleet("run", config, cluster)._reserve("trainers")

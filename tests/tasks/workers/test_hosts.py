@@ -1,28 +1,38 @@
 """Two of Ray's nodes on this machine: room for roles, refusals, folders, and the store in which ranks meet."""
 
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import ray
 
 from storage import layout
 from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable, WorkerLost
 from storage.manifest import Manifest
 from storage.parts import PartWriter
+from tasks.config.environment import Settings
 from tasks.workers import meeting
+from tasks.workers.actors import living
 from tasks.workers.cluster import LOOPBACK
 from tasks.workers.hosts import HostFolders, give_up, on_each, reserve, reserve_all, this_node
 from tasks.workers.kept_by_ray import RayStore
+from tasks.workers.ranks import Standby, start_trainers
 from tests.ray_nodes import ray_nodes
+from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.protocol import SavedFiles
 
 pytestmark = pytest.mark.slow
 NOW = datetime.now(UTC)
 PAIR = [{"CPU": 1.0}] * 2
+CLUSTER = Settings(ray_address="127.0.0.1:6379", ray_token=None, gpus=())
+CONFIG = TrainerConfig(
+    parallel=ParallelConfig(data=2), optimizer=OptimizerConfig(learning_rate=1e-3), max_length=8, micro_batch_size=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +102,40 @@ def test_a_full_disk_of_a_host_is_named_with_the_host_and_is_not_tried_again(nod
     full = Path("/dev/full")  # every write to it fails as on a disk without room
     with pytest.raises(StorageUnavailable, match=rf"host {LOOPBACK}: .*No space left .*: free space on that host"):
         on_each(nodes[:1], full.write_text, "x")
+
+
+class Rank:
+    """One rank, which knows where it is."""
+
+    def where(self):
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+def test_a_rank_lives_on_and_one_that_waits_on_the_host_of_another_takes_its_place(nodes):
+    def start(_model_dir, _config, _rank):
+        return Rank()
+
+    def ranks(there):
+        given = (wait_s := 120.0, False, start, [seats.options(place, {"CPU": 1.0}) for place in range(2)], there)
+        group = start_trainers("run/trainers", "", CONFIG, "cpu", CLUSTER, *given)
+        return group, group.submit("where").wait(wait_s)
+
+    seats, standby = reserve("run", "trainers", [{"CPU": 2.0}] * 2), Standby()
+    first, before = ranks({})
+    assert [node for node, _ in before] == list(seats.nodes)
+    standby.fill("run", 1, "cpu", CLUSTER, False, [(seats.nodes[1], seats.options(1, {}))])
+    os.kill(before[1][1], signal.SIGKILL)
+    while first.alive():  # Ray learns of it from the operating system
+        pass
+    there = living(first.survivors())
+    assert there.keys() == {0}
+    assert standby.take({0: seats.nodes[0]}) == {}
+    there |= standby.take({1: seats.nodes[1]})
+    waited = ray.get(there[1].pid.remote())
+    second, after = ranks(there)
+    assert after == [before[0], (seats.nodes[1], waited)]
+    second.end()
+    give_up("run")
 
 
 def test_ranks_meet_in_what_ray_keeps_until_their_group_ends(nodes):
