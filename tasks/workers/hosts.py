@@ -260,7 +260,7 @@ def _check_hosts(nodes: Sequence[str]) -> None:
     before = host_facts()
     found, after = on_each(nodes, host_facts), host_facts()
     for node, there in zip(nodes, found, strict=True):
-        if refusal := unlike(_addresses().get(node, node), there, before, after):
+        if refusal := unlike(_address(node), there, before, after):
             raise InputError(refusal)
 
 
@@ -295,14 +295,19 @@ def _addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
+def _address(node: str) -> str:
+    """The address of a host, also of one that is dead, by Ray's name of it."""
+    return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node)
+
+
 def _answer(reference: Any, node: str, end: float) -> Any:
     try:
         return ray.get(reference, timeout=max(0.0, end - time.monotonic()))
     except RayTaskError as error:
-        raise _named(error.cause, _addresses().get(node, node)) from error
+        raise _named(error.cause, _address(node)) from error
     except (RayError, GetTimeoutError) as error:
         first = str(error).partition("\n")[0]
-        raise WorkerLost(f"host {_addresses().get(node, node)} does not answer ({first})") from error
+        raise WorkerLost(f"host {_address(node)} does not answer ({first})") from error
 
 
 def _named(cause: BaseException, host: str) -> RatchetError:
