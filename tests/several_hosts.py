@@ -5,12 +5,12 @@ namespace of its own, which nothing outside reaches; so does nothing inside reac
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -61,8 +61,21 @@ class Host:
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs here, but the process that keeps the host."""
-        own = _network(self._keeper.pid)
-        return [one for one in psutil.process_iter() if one.pid != self._keeper.pid and _network(one.pid) == own]
+        own, found = _network(self._keeper.pid), psutil.process_iter(["name", "cmdline"])
+        return [one for one in found if one.pid != self._keeper.pid and _network(one.pid) == own]
+
+    def named(self, *names: str) -> list[psutil.Process]:
+        """Processes here whose names or titles begin with one of these."""
+        found = [(one, (one.info["name"], " ".join(one.info["cmdline"] or ()))) for one in self.processes()]
+        return [one for one, words in found if any(word.startswith(names) for word in words)]
+
+    def listening(self, name: str) -> dict[str, set[int]]:
+        """Process ids of those that accept connections, by address, as the socket table has them."""
+        ours, found = {process.pid for process in self.named(name)}, dict[str, set[int]]()
+        for row in self.run("ss", "-ltnpH").splitlines():
+            if pids := ours & set(map(int, re.findall(r"pid=(\d+)", row))):
+                found.setdefault(row.split()[3].rpartition(":")[0], set()).update(pids)
+        return found
 
     def kill(self) -> None:
         """End everything that runs here at once, as a power cut does."""
@@ -83,9 +96,7 @@ class Host:
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
     """That many hosts, with the addresses 10.77.0.1 and on."""
-    switch, enter = _kept(
-        ["unshare", *_OWN_USER, "--net", "--mount"], "ip link add bridge type bridge && ip link set bridge up && "
-    )
+    switch, enter = _kept(["unshare", *_OWN_USER, "--net", "--mount"], _BRIDGE)
     made: list[Host] = []
     try:
         for number in range(1, count + 1):
@@ -126,12 +137,3 @@ def _network(pid: int) -> str | None:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
         return None
-
-
-def python() -> str:
-    """The interpreter of this test, for a host."""
-    return sys.executable
-
-
-def ray_variables(token: str, **more: str) -> Mapping[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, **more}
