@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _CORE = ("tests/trainer_core/phases/test_critic.py",)
 _GAE = ("tests/trainer_core/objectives/test_advantages.py",)
+_REWARDS = ("tests/trainer_core/phases/test_reward_model.py",)
 _LOOP = ("tests/flows/test_critic.py",)
 _ADVANTAGES, _CRITIC = "trainer_core/objectives/advantages.py", "trainer_core/phases/critic.py"
 
@@ -92,9 +93,49 @@ CRITIC = (
         "fork-gets-a-critic",
         "a fork of a run without a critic may have one",
         "tasks/config/stored.py",
-        "if (before.train.critic is None) != (config.train.critic is None):",
+        "if (before.train.critic is None) != (config.train.critic is None) and not begins:",
         "if before.train.critic is not None and config.train.critic is None:",
         _LOOP,
+    ),
+    Mutant(
+        "rewards-without-the-last-token",
+        "a reward model scores what it has read before the last token",
+        "trainer_core/batches/sequences.py",
+        "return Sequences(np.insert(self.tokens, np.cumsum(lengths), 0), lengths, np.ones_like(lengths))",
+        "return Sequences(self.tokens, lengths - 1, np.ones_like(lengths))",
+        _REWARDS,
+    ),
+    Mutant(
+        "pairs-by-old-scores",
+        "later updates of a reward model see the scores before the first",
+        _CRITIC,
+        "now = now if not updates else self.scores(samples, own)",
+        "now = before",
+        _REWARDS,
+    ),
+    Mutant(
+        "reward-model-of-nothing",
+        "a reward model does not begin with the weights of a state without a critic",
+        "trainer_core/trainer.py",
+        "        elif self._critic is not None:\n            self._critic.begin(self._model)\n",
+        "",
+        _REWARDS,
+    ),
+    Mutant(
+        "any-objective-begins-a-critic",
+        "a state without its critic is taken for one whose critic is to begin",
+        "trainer_core/state/facts.py",
+        "    if holds != has and not (begins and has):\n",
+        "    if holds != has and not has:\n",
+        _REWARDS,
+    ),
+    Mutant(
+        "selection-without-pairs",
+        "a reward model is begun on samples of which no two can be compared",
+        "tasks/stages/select.py",
+        "    if policy.loss.paired and policy.overlong",
+        "    if False and policy.overlong",
+        ("tests/flows/test_reward_model.py",),
     ),
     Mutant(
         "no-room-for-a-critic",

@@ -215,7 +215,7 @@ def _check_ahead(config: RunConfig) -> None:
         return
     policy, given = config.train.policy, f"rollout.ahead = {config.rollout.ahead}"
     older = f"{given} trains on samples of older weights"
-    if policy.loss.paired:
+    if policy.loss.paired and not policy.loss.trains_critic:
         raise InputError(
             f'{older}, which train.policy.loss.type = "{policy.loss.type}" cannot correct for: it compares pairs of '
             "samples by the log-probabilities of the trained policy alone. Set rollout.ahead to 0"

@@ -185,12 +185,15 @@ class TrainerConfig(Frozen):
 
     @model_validator(mode="after")
     def _a_critic_is_of_use(self) -> "TrainerConfig":
-        kind = f'policy.advantage.type = "{self.policy.advantage.type}"'
+        table = "loss" if self.policy.loss.trains_critic else "advantage"
+        kind = f'policy.{table}.type = "{dict(self.policy)[table].type}"'
         if self.policy.needs_values and self.critic is None:
             raise ValueError(f"{kind} needs the values of a critic: add the table critic, or choose another type")
         if self.critic is not None and not self.policy.needs_values:
-            repair = 'set policy.advantage.type = "gae", with a loss and rewards that use it'
+            repair = 'set policy.advantage.type = "gae", with a loss and rewards that use it, or "reward_model" as loss'
             raise ValueError(f"critic has no effect with {kind}: leave the table out, or {repair}")
+        if self.critic is not None and self.policy.loss.trains_critic and (found := self.critic.of_returns):
+            raise ValueError(f"critic.{found} has no effect with {kind}: leave it out")
         if self.critic is not None and self.lora is not None:
             raise ValueError("a critic trains all its weights, which lora is to save: leave critic or lora out")
         return self

@@ -76,6 +76,11 @@ class CriticConfig(OptimizerConfig):
     def optimizer(self) -> OptimizerConfig:
         return OptimizerConfig.model_validate(self.model_dump(include=set(OptimizerConfig.model_fields)))
 
+    @property
+    def of_returns(self) -> str | None:
+        """The setting that only a critic of returns reads, if one is set: no reward model does."""
+        return next((name for name in ("clip_values", "updates_alone") if dict(self)[name]), None)
+
     @model_validator(mode="after")
     def _limits_a_change(self) -> "CriticConfig":
         if self.clip_values is not None and self.mini_batches * self.epochs == 1:

@@ -113,7 +113,8 @@ class TrainerProtocol(Protocol):
             KL(before || reference) on all, if requested; kl_teacher: the same of KL(before || teacher), with a teacher;
             engine_logprob_diff_mean and _max: |log-probability by trainer - by engine|, in nats; engine_kl: k3 estimate
             of KL(engine || trainer), in nats; correction_weight and correction_fraction, with a correction: mean weight
-            and share of tokens out of range; pairs and preference_accuracy, with DPO; auxiliary_loss, if routers are
+            and share of tokens out of range; pairs and preference_accuracy, with DPO, and with preference_margin of a
+            reward model, which has no metric of the policy; auxiliary_loss, if routers are
             balanced: mean over updates of what is minimised beside loss, coefficient included; tokens: response tokens
             that were trained on; steps: updates. If no sample is left: grad_norm, steps and tokens, all 0. With a
             critic docs/algorithms.md names what is added; loss, grad_norm, clip_fraction and learning_rate are missing

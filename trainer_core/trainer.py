@@ -93,15 +93,17 @@ class Trainer(TrainerProtocol):
         if self._config.lora is not None and self._lora is None:
             self._read_model()
         facts = self._checked_facts(directory)
-        check_critic(directory, self._critic is not None)
+        critic = check_critic(directory, self._critic is not None, self._config.policy.loss.trains_critic)
         restore_rng = facts.parallel == self._config.parallel.ranks
         rng.seed_rank(self._config.seed + facts.step)
         self._optimizer = Optimizer(self._model, self._config.optimizer)
         with self._model.weights("writable"):
             load_state(directory, self._model, self._optimizer, self._mesh, facts, restore_rng)
             identity = self._saver.identity(self._optimizer, facts)
-        if self._critic is not None:
+        if self._critic is not None and critic:
             identity = identity.with_critic(self._critic.load(directory / CRITIC, self._transformer_engine))
+        elif self._critic is not None:
+            self._critic.begin(self._model)
         self._step = facts.step
         self._generators = "restored" if restore_rng else "reseeded"
         generators, updates = self._generators, facts.optimizer_updates

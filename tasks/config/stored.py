@@ -146,7 +146,8 @@ def check_fixed(before: RunConfig, config: RunConfig, parent: str, what: str) ->
     if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
         lines = "\n  ".join([f"what iteration 0 of run {parent!r} has fixed cannot be changed in {what}:", *decided])
         raise InputError(f"{lines}\nStart a new run instead")
-    if (before.train.critic is None) != (config.train.critic is None):
+    begins = before.train.critic is None and config.train.policy.loss.trains_critic  # a reward model
+    if (before.train.critic is None) != (config.train.critic is None) and not begins:
         has, wants = ("none", "one") if before.train.critic is None else ("a critic", "none")
         fact = f"the states of run {parent!r} hold {has} (train.critic), so {what} cannot have {wants}"
         raise InputError(f"{fact}: start a new run, with an exported model if it is to go on from these weights")

@@ -125,7 +125,14 @@ def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> N
     if ranges.without_logprobs and policy.needs_advantages:
         raise InputError(
             f"{ranges.without_logprobs} selected samples were imported without log-probabilities, "
-            'without which only train.policy.loss.type "sft" and "dpo" train: set one of these, or select others'
+            'without which only train.policy.loss.type "sft", "dpo" and "reward_model" train: set one of these, or '
+            "select others"
+        )
+    if policy.loss.paired and policy.overlong.type != "penalty" and not (ranges.ranked or section.rescore):
+        raise InputError(
+            f'train.policy.loss.type = "{policy.loss.type}" learns from two samples of a prompt with different scores, '
+            "and no prompt of the selection has two: change retrain.where or retrain.limit, select other runs, or "
+            "score again with another reward (retrain.rescore)"
         )
     check_sampling(policy, ranges.least_top_p, "top_p of the selected samples", 1)
     check_sampling(policy, ranges.most_top_k, "top_k of the selected samples", 0)
@@ -151,7 +158,7 @@ def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> N
 def _temperature(policy: PolicyConfig, ranges: Ranges) -> float:
     """Temperature that divides the trainer's logits: that of the samples; 1 for a likelihood objective."""
     found = sorted(ranges.temperatures)
-    if policy.loss.imitates:
+    if policy.loss.imitates or policy.loss.trains_critic:
         return 1.0
     if len(found) > 1:
         fact = f"the selected samples were drawn at the temperatures {', '.join(f'{one:g}' for one in found)}"

@@ -272,6 +272,7 @@ class Ranges:
     most_top_k: int = 0
     most_min_p: float = 0.0
     without_logprobs: int = 0  # samples whose log-probabilities are not known
+    ranked: bool = False  # two samples of a prompt have different scores
     rewards: float = 0.0
     scored: int = 0
 
@@ -287,6 +288,8 @@ class Ranges:
         values, offsets = flat(table["logprobs"])
         unknown = np.flatnonzero(~np.isfinite(values.astype(np.float32)))
         self.without_logprobs += len(np.unique(np.searchsorted(offsets, unknown, side="right")))
+        spans = table.group_by("group").aggregate([("reward", "min"), ("reward", "max")])
+        self.ranked |= bool(pc.any(pc.greater(spans["reward_max"], spans["reward_min"])).as_py())  # pyright: ignore[reportAttributeAccessIssue]
         rewards = table["reward"].drop_null().to_numpy()
         self.rewards += float(rewards.sum(dtype=np.float64))
         self.scored += len(rewards)

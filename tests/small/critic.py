@@ -14,6 +14,7 @@ class SmallCritic:
 
     def __init__(self, config: TrainerConfig, rank: int) -> None:
         self._rank, self._ranks, self._used = rank, config.parallel.world_size, config.critic is not None
+        self._begins = config.policy.loss.trains_critic  # with the weights of any state
         self._values = np.zeros(0, np.float32)
 
     @property
@@ -43,8 +44,11 @@ class SmallCritic:
             (folder / name).write_bytes(content)
         return tuple(files)
 
-    def load(self, folder: Path, ranks: int) -> None:
-        """Take what `ranks` have saved."""
-        check_critic(folder, self._used)
+    def load(self, folder: Path, ranks: int, weights: np.ndarray) -> str | None:
+        """Take what `ranks` have saved, or else the weights; the identity of what they have saved."""
+        if not check_critic(folder, self._used, self._begins):
+            self.begin(weights)
+            return None
         files = [folder / CRITIC / f"weights-{rank}.bin" for rank in range(ranks if self._used else 0)]
         self._values = np.frombuffer(b"".join(file.read_bytes() for file in files), np.float32)
+        return self.digest

@@ -174,10 +174,15 @@ class SmallTrainer(TrainerProtocol):
         common = json.loads((Path(directory) / "common.json").read_text())
         self._step, self._lessons = common["step"], common["lessons"]
         self.arrays = {array: self._read(directory, array, facts) for array in ARRAYS}
-        self._critic.load(Path(directory), facts.parallel.world_size)
+        critic = self._critic.load(Path(directory), facts.parallel.world_size, self.arrays["weights"])
         self._generators = "restored" if facts.parallel == self._config.parallel.ranks else "reseeded"
         return LoadedState(
-            facts.step, self._generators, facts.parallel, facts.optimizer, facts.optimizer_updates, self._identified()
+            facts.step,
+            self._generators,
+            facts.parallel,
+            facts.optimizer,
+            facts.optimizer_updates,
+            self._identified().model_copy(update={"critic": critic}),
         )
 
     def state_identity(self):

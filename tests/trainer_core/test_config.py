@@ -101,6 +101,7 @@ def test_a_configuration_survives_json():
 
 GAE = {"advantage": {"type": "gae"}}
 CRITIC = {"learning_rate": 1e-3}
+REWARDS = {"loss": {"type": "reward_model"}}
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,16 @@ CRITIC = {"learning_rate": 1e-3}
             {"policy": GAE, "critic": {**CRITIC, "clip_values": 0.2}},
             ["clip_values = 0.2 has no effect with mini_batches = 1 and epochs = 1", "raise one of the two"],
         ),
+        (
+            {"policy": REWARDS},
+            ['policy.loss.type = "reward_model" needs the values of a critic', "add the table critic"],
+        ),
+        (
+            {"policy": REWARDS, "critic": {**CRITIC, "updates_alone": 3}},
+            ['critic.updates_alone has no effect with policy.loss.type = "reward_model"', "leave it out"],
+        ),
+        ({"policy": {**REWARDS, "mini_batches": 2}, "critic": CRITIC}, ["mini_batches has no effect", "leave it out"]),
+        ({"policy": {**REWARDS, "kl_coefficient": 0.1}, "critic": CRITIC}, ["kl_coefficient has no", "leave it out"]),
         ({"policy": {"advantage": {"type": "gae", "gamma": 1.5}}, "critic": CRITIC}, ["gamma", "equal to 1"]),
     ],
 )

@@ -37,6 +37,12 @@ class Sequences:
         """(N,) predicting positions of each sequence: all but the last."""
         return self.lengths - 1
 
+    @property
+    def ends(self) -> "Sequences":
+        """Each sequence as the prompt of one token more, which is no input: what predicts it has read the whole."""
+        lengths = self.lengths
+        return Sequences(np.insert(self.tokens, np.cumsum(lengths), 0), lengths, np.ones_like(lengths))
+
     def per_response_token(self, values: NDArray) -> NDArray:
         """One value per sequence, repeated for each token of its response: (N,) -> (sum of response lengths,)."""
         return np.repeat(values, self.response_lengths)

@@ -24,6 +24,8 @@ class LossTable(Frozen):
     """Mini-batches hold pairs of samples."""
     imitates: ClassVar[bool] = False
     """The samples become more likely, whatever policy drew them at whatever temperature."""
+    trains_critic: ClassVar[bool] = False
+    """The critic alone learns, whatever policy drew the samples; the policy stays as it is."""
 
 
 class ClipLoss(LossTable):
@@ -85,6 +87,22 @@ class PreferenceLoss(LossTable):
     paired = True
 
 
+class RewardModelLoss(LossTable):
+    """A reward model: the critic's value at the end of a response learns to order the samples of a prompt."""
+
+    type: Literal["reward_model"] = "reward_model"
+    """Bradley-Terry: the critic's value at the end of the response with the higher reward is to be the higher one. The
+    policy stays as it is."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that a preference is the wrong way round."""
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """Of each prompt the best sample against the worst, or every pair with different rewards."""
+    beta: ClassVar[float] = 1.0
+    needs = ()
+    paired = True
+    trains_critic = True
+
+
 class UserLoss(UserTable):
     """A loss by a function or class of your own."""
 
@@ -95,10 +113,12 @@ class UserLoss(UserTable):
     weights before the first iteration), "behaviour" (log-probabilities of the policy that sampled)."""
     paired: ClassVar[bool] = False
     imitates: ClassVar[bool] = False
+    trains_critic: ClassVar[bool] = False
 
 
+PairLoss = PreferenceLoss | RewardModelLoss
 PolicyLoss = Annotated[
-    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PreferenceLoss | UserLoss,
+    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PreferenceLoss | RewardModelLoss | UserLoss,
     Field(discriminator="type"),
 ]
 

@@ -26,6 +26,7 @@ _OF_CLIPPING = ("clip_low", "clip_high")
 _OF_ADVANTAGES = ("advantage", "normalize_by_std", "kl_in", "distill")
 _OF_REWARDS = ("advantage", "normalize_by_std", "kl_in", "leave_out_equal_groups")
 _OF_SAMPLING = ("old_policy", "correction")
+_OF_UPDATES = ("mini_batches", "epochs", "kl_sample")
 _OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_aggregation", "loss_length")
 
 
@@ -112,7 +113,8 @@ class PolicyConfig(Frozen):
     @property
     def needs_values(self) -> bool:
         """The values of a critic are part of the objective."""
-        return self.needs_advantages and self.needs_rewards and self.advantage.needs_values
+        weighed = self.needs_advantages and self.needs_rewards and self.advantage.needs_values
+        return weighed or self.loss.trains_critic
 
     @property
     def needs_entropy(self) -> bool:
@@ -208,6 +210,7 @@ _UNUSED: tuple[Unused[PolicyConfig], ...] = (
     *(Unused(name, _with_loss(lambda loss: "advantages" not in loss.needs)) for name in _OF_ADVANTAGES),
     *(Unused(name, _with_loss(lambda loss: loss.imitates or loss.paired)) for name in _OF_SAMPLING),
     *(Unused(name, _paired) for name in _OF_TOKENS),
+    *(Unused(name, _with_loss(lambda loss: loss.trains_critic)) for name in _OF_UPDATES),
     *(Unused(name, _distilled_alone) for name in _OF_REWARDS),
     Unused("overlong", _unrewarded_penalty),
     Unused("normalize_by_std", _without_group),

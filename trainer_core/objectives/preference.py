@@ -1,10 +1,10 @@
-"""Direct preference optimisation, divided into losses of single responses. Imports no torch."""
+"""Losses of pairs (DPO, reward models), divided into losses of single responses. Imports no torch."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.batches.sequences import Samples, Vector, response_sums
-from trainer_core.objectives.loss_config import PreferenceLoss
+from trainer_core.batches.sequences import Sequences, Vector, response_sums
+from trainer_core.objectives.loss_config import PairLoss, PreferenceLoss, RewardModelLoss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.scored import members_of
 
@@ -12,7 +12,7 @@ Pairs = NDArray[np.int64]  # (P, 2) rows of the preferred and of the other sampl
 
 
 def preferred_pairs(
-    loss: PreferenceLoss, rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
+    loss: PairLoss, rewards: NDArray[np.float32], groups: NDArray[np.int32], usable: NDArray[np.bool_]
 ) -> Pairs:
     """Pairs of samples of one group of which the first has the higher reward; of equal rewards there are none.
     "best_worst" pairs the best of each group with the worst, the first of those that are equal; "all" pairs every
@@ -31,7 +31,7 @@ def preferred_pairs(
 
 
 def preferences(
-    loss: PreferenceLoss, log_ratios: NDArray[np.float64], pairs: Pairs
+    loss: PairLoss, log_ratios: NDArray[np.float64], pairs: Pairs
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """(N,) minus the derivative of the mean loss by each response's log-probability, (N,) shares of the mean loss.
 
@@ -42,11 +42,12 @@ def preferences(
     derivatives as constants. So pairs need not be in one micro-batch, nor on one data-parallel rank.
 
     Sources: DPO (arXiv 2305.18290) equation 7 and the gradient after it; label smoothing, Mitchell, "A note on DPO with
-    noisy preferences" (2023).
+    noisy preferences" (2023). With beta 1 and rewards in place of log-ratios it is the loss of a reward model,
+    Bradley-Terry: InstructGPT (arXiv 2203.02155) equation 1.
 
     Args:
         loss: beta and label smoothing.
-        log_ratios: (N,) log-probability of each response by the policy - by the reference, in nats.
+        log_ratios: (N,) log-probability of each response by the policy - by the reference, in nats; or its reward.
         pairs: at least one.
     """
     smoothing = loss.label_smoothing
@@ -60,10 +61,10 @@ def preferences(
     return coefficients.astype(np.float32), losses.astype(np.float32)
 
 
-def preference_values(policy: PolicyConfig, samples: Samples, pairs: Pairs, log_ratios: Vector) -> dict[str, Vector]:
+def preference_values(policy: PolicyConfig, samples: Sequences, pairs: Pairs, log_ratios: Vector) -> dict[str, Vector]:
     """Values of each response token for `preference_loss` of the pairs of a mini-batch, from the (R,) log-probability
     by the policy - by the reference of each."""
-    assert isinstance(policy.loss, PreferenceLoss)
+    assert isinstance(policy.loss, PreferenceLoss | RewardModelLoss)
     coefficients, losses = preferences(policy.loss, response_sums(log_ratios, samples.response_lengths), pairs)
     lengths = np.maximum(samples.response_lengths, 1)
     return {
@@ -72,7 +73,7 @@ def preference_values(policy: PolicyConfig, samples: Samples, pairs: Pairs, log_
     }
 
 
-def preference_report(samples: Samples, pairs: Pairs, log_ratios: Vector) -> dict[str, float]:
+def preference_report(samples: Sequences, pairs: Pairs, log_ratios: Vector) -> dict[str, float]:
     """Number of pairs, and the share in which the policy prefers the better one more than the reference does."""
     whole = response_sums(log_ratios, samples.response_lengths)
     right = whole[pairs[:, 0]] > whole[pairs[:, 1]]

@@ -51,6 +51,7 @@ LOSSES: Mapping[str, Entry] = {
     "cispo": ("trainer_core.objectives.losses:clipped_weight_loss", ("clip_low", "clip_high")),
     "sft": ("trainer_core.objectives.losses:likelihood_loss", ()),
     "dpo": ("trainer_core.objectives.losses:preference_loss", ()),
+    "reward_model": ("trainer_core.objectives.losses:preference_loss", ()),
     "custom": ("trainer_core.objectives.custom:user_loss", ("code",)),
 }
 """Functions by the `type` of `train.policy.advantage` and `train.policy.loss`; `code` is the whole table."""

@@ -18,8 +18,11 @@ from trainer_core.model.model import Model, build_model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Objective, Passes
 from trainer_core.model.vocab_parallel import EntropyUse
-from trainer_core.objectives.losses import value_loss
-from trainer_core.objectives.tokens import TokenLoss
+from trainer_core.objectives.losses import preference_loss, value_loss
+from trainer_core.objectives.objective_config import PolicyConfig
+from trainer_core.objectives.preference import Pairs, preference_report, preference_values
+from trainer_core.objectives.selection import sequence_weights
+from trainer_core.objectives.tokens import TokenLoss, Tokens
 from trainer_core.optimizer_config import CriticConfig
 from trainer_core.phases.update import UpdateReport, apply_loss, mini_batches
 from trainer_core.platform.platform import Platform
@@ -91,6 +94,29 @@ class Critic:
         counted = samples.per_response_token(np.isin(np.arange(len(samples)), rows))
         return _report(updates, samples.values[counted], returns[counted])
 
+    def scores(self, samples: Samples, rows: NDArray[np.int64]) -> Vector:
+        """(N,) value behind the whole of each of the rows, prompt and response; 0 for others: a reward. Collective."""
+        return self._passes.score(samples.ends, rows, 1.0).logprobs
+
+    def rank(self, policy: PolicyConfig, samples: Samples, pairs: Pairs, seed: tuple[int, ...]) -> dict[str, float]:
+        """Take the updates of an iteration by which `scores` order the pairs; returns their report. Collective. Raises
+        NumericsError: a loss or gradient norm is not finite."""
+        whole, rows = samples.ends, np.unique(pairs)
+        before = now = self.scores(samples, rows)
+        objective = Objective(
+            lambda batch, scores, _: preference_loss(Tokens(scores, batch.segments, batch.values)), 1.0, "none"
+        )
+        updates: list[UpdateReport] = []
+        for some in mini_batches(pairs, self._config, self.optimizer, seed):
+            own = np.unique(some)
+            now = now if not updates else self.scores(samples, own)
+            weights, given = np.zeros(len(samples), np.float32), preference_values(policy, whole, some, now)
+            weights[own] = sequence_weights(policy, whole.response_lengths[own], samples.groups[own])
+            updates.append(apply_loss(self._passes, self.optimizer, whole, own, weights, given, objective)[0])
+        return _ranking(updates, before[pairs], int(samples.response_lengths[rows].sum())) | preference_report(
+            whole, pairs, before
+        )
+
     def identity(self, facts: StateFacts) -> str:
         """Digest of its live state; `facts` are those of the policy's. Collective."""
         with self.model.weights("readable"):
@@ -133,6 +159,19 @@ class _ValuePasses(Passes):
 def _digest(identity: StateIdentity) -> str:
     """Identity of the critic's state without the random generators, which the policy's state has."""
     return value_digest([identity.tensors, identity.progress])
+
+
+def _ranking(updates: list[UpdateReport], scores: NDArray[np.float32], tokens: int) -> dict[str, float]:
+    """Metrics of an iteration of a reward model; the (P, 2) scores of its pairs are those before its updates."""
+    return {
+        "loss": float(np.mean([update.loss for update in updates])),
+        "grad_norm": float(np.mean([update.grad_norm for update in updates])),
+        "learning_rate": updates[-1].learning_rate,
+        "critic_steps": float(len(updates)),
+        "preference_margin": float((scores[:, 0] - scores[:, 1]).mean(dtype=np.float64)),
+        "tokens": float(tokens),
+        "steps": 0.0,
+    }
 
 
 def _report(updates: list[UpdateReport], values: Vector, returns: Vector) -> dict[str, float]:

@@ -60,6 +60,9 @@ class PolicyPhase:
         rows = np.unique(units)
         if not len(rows):
             return Learned(dict(NOTHING_LEARNED), np.full_like(samples.engine_logprobs, np.nan))
+        if self.critic is not None and self.policy.loss.trains_critic:
+            report = self.critic.rank(self.policy, samples, units, self.seed)
+            return Learned(report, np.full_like(samples.engine_logprobs, np.nan))
         if self.critic is not None:
             samples = replace(samples, values=self.critic.values(samples))
         warms_up = self.critic is not None and self.critic.warms_up

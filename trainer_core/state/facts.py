@@ -138,12 +138,15 @@ def check_base(directory: Path, facts: StateFacts, lora: LoraFacts | None) -> No
         )
 
 
-def check_critic(directory: Path, has: bool) -> None:
-    """Refuse a state with a critic for a trainer that `has` none, and vice versa. Raises InputError."""
-    if Path(directory, CRITIC, FACTS_FILE).exists() != has:
+def check_critic(directory: Path, has: bool, begins: bool = False) -> bool:
+    """Refuse a state with a critic for a trainer that `has` none, and vice versa, unless its critic `begins` with any
+    state's weights. Returns whether the state has one. Raises InputError."""
+    holds = Path(directory, CRITIC, FACTS_FILE).exists()
+    if holds != has and not (begins and has):
         given, repair = ("no critic", "add [train.critic]") if not has else ("a critic", "leave [train.critic] out")
         there = "a critic" if not has else "no critic"
         raise InputError(f"the state at {directory} holds {there}, but the trainer has {given}: {repair}")
+    return holds
 
 
 def check_modules(directory: Path, facts: StateFacts, transformer_engine: bool) -> None:

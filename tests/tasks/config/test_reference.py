@@ -78,10 +78,17 @@ def test_a_table_with_a_type_shows_all_its_forms():
     tables = {table.path: table for table in reference.tables()}
     loss = tables["train.policy.loss"]
     assert loss.tag == '"clip"'
-    assert [other.tag for other in loss.instead] == ['"gspo"', '"cispo"', '"sft"', '"dpo"', '"custom"']
-    assert [key.name for key in loss.instead[-2].keys] == ["type", "beta", "label_smoothing", "pairs"]
+    assert [other.tag for other in loss.instead] == [
+        '"gspo"',
+        '"cispo"',
+        '"sft"',
+        '"dpo"',
+        '"reward_model"',
+        '"custom"',
+    ]
+    assert [key.name for key in loss.instead[-3].keys] == ["type", "beta", "label_smoothing", "pairs"]
     assert all(key.text and key.role == reference.MEANING for other in loss.instead for key in other.keys)
-    assert next(key.kind for key in loss.keys if key.name == "type").count(" or ") == 5
+    assert next(key.kind for key in loss.keys if key.name == "type").count(" or ") == 6
     assert '### `[train.policy.loss]` with `type = "dpo"`' in reference.markdown()
     assert '# With type = "sft": above = 0.0, best = false.' in reference.example()
 
