@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _LORA = ("tests/trainer_core/model/test_lora.py",)
+_LIVE = ("tests/tasks/engine/vllm/test_adapters.py",)
 _EXPORT = ("tests/tasks/export/test_adapters.py",)
 
 LORA = (
@@ -61,5 +62,53 @@ LORA = (
         "        if not self.factors or (lora",
         "        if self.factors or (lora",
         _EXPORT,
+    ),
+    Mutant(
+        "base-with-adapters",
+        "engines that add the adapter get weights which have it already",
+        "trainer_core/weights/conversion.py",
+        "_Source(model, model.adapters if adapted else {})",
+        "_Source(model, model.adapters)",
+        _LORA,
+    ),
+    Mutant(
+        "adapter-of-before-is-served",
+        "the adapter of the update before stays in the slot that is served",
+        "tasks/engine/vllm/adapters.py",
+        "        manager.remove_adapter(old)\n",
+        "        adapter.id = old\n",
+        _LIVE,
+    ),
+    Mutant(
+        "adapter-never-used",
+        "tokens are computed with the frozen weights alone, though the adapter is in its slot",
+        "tasks/engine/vllm/adapters.py",
+        "served = manager.lora_index_to_id[0] or 0",
+        "served = 0 and manager.lora_index_to_id[0]",
+        _LIVE,
+    ),
+    Mutant(
+        "adapter-id-again",
+        "all adapters have one id",
+        "tasks/engine/vllm/adapters.py",
+        "_adapter(next(self._ids), arrived",
+        "_adapter(_FIRST, arrived",
+        _LIVE,
+    ),
+    Mutant(
+        "adapter-of-another-base",
+        "an engine adds an adapter to other frozen weights than it was trained with",
+        "tasks/engine/vllm/engine.py",
+        'if planned.form == "adapter" and planned.base != self._base:',
+        'if planned.form == "adapter" and planned.base == "":',
+        _LIVE,
+    ),
+    Mutant(
+        "base-once-and-for-all",
+        "an engine that holds other frozen weights than the trainer's does not get these",
+        "tasks/stages/transaction.py",
+        "for number, one in held.items() if one != plan.base}",
+        "for number, one in held.items() if one is None}",
+        ("tests/tasks/stages/test_transaction.py",),
     ),
 )

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator
 from storage.errors import InputError
 from trainer_core.frozen import Frozen
 
+LIVE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM's layers have places; an adapter of another one gets the next, filled up with zeros."""
+
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 
 

@@ -12,6 +12,7 @@ from trainer_core.batches.sequences import Samples, SupervisedExamples, Vector
 from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import Form
 
 Generators = Literal["continued", "restored", "reseeded"]
 """History of a rank's random generators since its last training: continued, or restored or reseeded by `load`."""
@@ -178,10 +179,11 @@ class TrainerProtocol(Protocol):
         """
         ...
 
-    def plan_weights(self, version: int, arena_bytes: int) -> Planned:
+    def plan_weights(self, version: int, arena_bytes: int, form: Form = "whole") -> Planned:
         """Plan an update of the engines from the live weights and buffers, to weight version `version`. A bucket has at
-        most `arena_bytes`; a larger tensor has one of its own. Raises SyncMismatch if ranks disagree about the model,
-        or a weight has no Hugging Face name."""
+        most `arena_bytes`; a larger tensor has one of its own. Other forms than `whole` are those of a trainer with
+        adapters: their plans name the frozen weights. Raises SyncMismatch if ranks disagree about the model, or a
+        weight has no Hugging Face name."""
         ...
 
     def send_weights(self, digest: str, channel: Channel, stored: Path | None = None) -> Sent:

@@ -38,6 +38,7 @@ from trainer_core.state.facts import (
 )
 from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.exchange import agree
+from trainer_core.weights.plan import Form
 from trainer_core.weights.update import Update
 
 
@@ -90,8 +91,7 @@ class Trainer(TrainerProtocol):
 
     def load(self, directory: Path) -> LoadedState:
         self._changes()
-        if self._config.lora is not None and self._lora is None:
-            self._read_model()
+        self._read_base()
         facts = self._checked_facts(directory)
         critic = check_critic(directory, self._critic is not None, self._config.policy.loss.trains_critic)
         restore_rng = facts.parallel == self._config.parallel.ranks
@@ -199,10 +199,12 @@ class Trainer(TrainerProtocol):
             self._teacher = directory, teacher
         return self._teacher[1].logprobs(samples, temperature)
 
-    def plan_weights(self, version: int, arena_bytes: int) -> Planned:
+    def plan_weights(self, version: int, arena_bytes: int, form: Form = "whole") -> Planned:
         self._update = None
+        self._read_base()
+        base = "" if form == "whole" or self._lora is None else self._lora.base
         with paused(), self._model.weights("readable"):
-            update = Update(self._model, self._mesh, self._config, version, arena_bytes)
+            update = Update(self._model, self._mesh, self._config, version, arena_bytes, form, base)
         self._update = update
         return Planned(update.digest, update.text if self._mesh.rank == 0 else None, update.exchanges)
 
@@ -289,6 +291,11 @@ class Trainer(TrainerProtocol):
             raise InputError(f"{fact}; use the state's precision")
         check_base(directory, facts, self._lora)
         return facts
+
+    def _read_base(self) -> None:
+        """Read the frozen weights, which no state brings, unless it was done."""
+        if self._config.lora is not None and self._lora is None:
+            self._read_model()
 
     def _read_model(self) -> None:
         """Read the weights of the model's folder."""

@@ -24,7 +24,7 @@ from trainer_core.protocol import Planned
 from trainer_core.trainer import Trainer
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import dtype_name
-from trainer_core.weights.plan import WeightPlan
+from trainer_core.weights.plan import Form, WeightPlan
 from trainer_core.weights.transports.shared import SharedArenas
 from trainer_core.weights.update import Update
 
@@ -66,12 +66,12 @@ class SyncRank(Trainer, SyncRankProtocol):
         """See `SyncRankProtocol.keep_plan`."""
         self._keeps = keep
 
-    def plan_weights(self, version: int, arena_bytes: int) -> Planned:
+    def plan_weights(self, version: int, arena_bytes: int, form: Form = "whole") -> Planned:
         """See `TrainerProtocol.plan_weights` and `SyncRankProtocol.keep_plan`."""
         if self._keeps and self._kept is not None:
             planned, self._update = self._kept
             return planned
-        planned = super().plan_weights(version, arena_bytes)
+        planned = super().plan_weights(version, arena_bytes, form)
         assert self._update is not None  # it was just made
         self._kept = planned, self._update
         return planned

@@ -1,5 +1,6 @@
 """The configuration of a run: frozen models. Imports without torch."""
 
+import json
 import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -100,6 +101,10 @@ ENGINES = "ratchet.engines"  # entry points by which an installed package offers
 _SAMPLES = decides("rollout", "weight-sync", "evaluate")
 
 
+def _is_merged(adapter: str) -> bool:
+    return adapter == "merged"  # which runs have without the key in their meaning
+
+
 class EngineSection(Section):
     """The rollout engines. With a deterministic engine only `precision` changes results, `tensor` their last bits."""
 
@@ -122,6 +127,10 @@ class EngineSection(Section):
     quantization: Annotated[Literal["fp8"] | None, _SAMPLES] = Field(default=None, exclude_if=operator.not_)
     """`fp8`: compute linear layers with FP8 numbers, made of the trained weights at each sync. Only on cards with FP8
     units, with dense models and `precision = "bf16"`. It decides what is sampled: only a fork may change it."""
+    adapter: Annotated[Literal["merged", "live"], _SAMPLES] = Field(default="merged", exclude_if=_is_merged)
+    """Adapters of `train.lora` in the engines: `merged` sends the sums of weights and adapters at each sync; with
+    `live` engines get the frozen weights once and then the adapters alone, which vLLM's layers add. On CPU, with dense
+    models and ranks up to 512. It decides the last bits of what is sampled: only a new run may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
     effect on CPU."""
@@ -148,6 +157,17 @@ class EngineSection(Section):
     def numbers(self) -> str:
         """Name of the numbers that the engines compute with, which decide what they sample."""
         return self.quantization or self.precision
+
+    @model_validator(mode="after")
+    def _live_on_plain_weights(self) -> "EngineSection":
+        others = {"quantization": self.quantization is not None, "tensor": self.tensor > 1}
+        for name in (name for name, given in others.items() if given and self.adapter == "live"):
+            raise ValueError(
+                f'adapter = "live" adds adapters to whole weights as they arrived, and {name} = '
+                f"{json.dumps(dict(self)[name])} changes or divides them: leave engine.{name} out, or set "
+                'engine.adapter = "merged"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _quantized_from_bf16(self) -> "EngineSection":
@@ -366,6 +386,8 @@ UNUSED: tuple[Unused[RunConfig], ...] = (
     Unused("engine.own_process", _split),
     Unused("engine.tensor", _because(_ONE_PROCESS, lambda c: c.engine.function is not None)),
     Unused("engine.quantization", _because("engine.function", lambda c: c.engine.function is not None)),
+    Unused("engine.adapter", _because("train.lora not given", lambda c: c.train.lora is None)),
+    Unused("engine.adapter", _because("engine.function", lambda c: c.engine.function is not None)),
     Unused("engine.source", _because("engine.function not given", lambda c: c.engine.function is None)),
     *(
         Unused(f"model.{name}", _because("model.generate", lambda c: c.model.generate is not None))

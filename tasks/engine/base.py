@@ -134,7 +134,7 @@ class BaseEngine(EngineProtocol, ABC):
         return self.logprobs(sequences) if len(sequences) else []
 
     def survey_model(self) -> None:
-        """See `EngineProtocol.survey_model`."""
+        """See `EngineProtocol.survey_model`: there are no frozen weights."""
 
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"

@@ -12,6 +12,7 @@ from storage.digest import value_digest
 from storage.errors import InputError, SyncMismatch
 from storage.parts import row_views
 from trainer_core.config import Device, Frozen
+from trainer_core.lora import LoraConfig
 from trainer_core.weights.channel import Channel
 
 TokenIds = Sequence[int] | NDArray[np.int32]  # the tokens of one sequence
@@ -34,6 +35,10 @@ COMPLETIONS = pa.schema(
 ROUTES = pa.field("routes", pa.large_binary())
 """One more field of it, with `EngineSpec.routes`."""
 
+
+BASE = "base"
+"""Entry of a table of digests for the frozen weights beside a live adapter, with the digest that a state has of them.
+"""
 
 KV_CACHE_BYTES_ON_CPU = 128 << 20  # the key-value cache where nothing says how large it may be
 
@@ -78,6 +83,8 @@ class EngineSpec(Frozen):
     responses. Always the case with `tensor` above 1."""
     sleeps: bool = False
     """True if `sleep` frees the card's memory; only on CUDA."""
+    adapter: LoraConfig | None = None
+    """Adapters that the engine adds to its weights, which are frozen; without them it is sent their sums."""
     routes: bool = False
     """Tell the experts of each token, of a model that has them."""
     seed: int = 0
@@ -262,9 +269,12 @@ class EngineProtocol(Protocol):
         weights must not be used."""
         ...
 
-    def survey_model(self) -> None:
+    def survey_model(self) -> str | None:
         """Look at the live model of each worker, for an update that trainer ranks are planning meanwhile. What was seen
-        serves the next `prepare_update` alone, which would look itself otherwise. Requests go on."""
+        serves the next `prepare_update` alone, which would look itself otherwise. Requests go on. Returns
+        `WeightPlan.base` of the frozen weights that an update has brought to an engine with `EngineSpec.adapter`; None
+        if there are none."""
+        ...
 
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
@@ -284,8 +294,9 @@ class EngineProtocol(Protocol):
         ...
 
     def commit_update(self, version: int, weights_digest: str) -> EngineIdentity:
-        """Serve what was received: empty the prefix cache and stamp the weights. Returns what `identity` says then.
-        Raises SyncMismatch: nothing was received, or not this."""
+        """Serve what was received: empty the prefix cache and stamp the weights. Returns what `identity` says then. Of
+        frozen weights it returns what was committed, and refuses to generate until an adapter is. The digest of an
+        adapter is that of its factors and the entry `BASE`. Raises SyncMismatch: nothing was received, or not this."""
         ...
 
     def abort_update(self, reason: str) -> bool:

@@ -27,7 +27,7 @@ from tasks.config.evaluation import PASS
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
 from tasks.data.hub import INDEX, hub_id, is_hub_id, is_weights
-from tasks.engine.protocol import weights_digest
+from tasks.engine.protocol import BASE, weights_digest
 from tasks.export.choice import Chosen
 from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
@@ -130,6 +130,7 @@ def export(
     InputError (the architecture cannot be exported) or StorageError (a file reads back otherwise than it was
     written)."""
     with _opened(root, chosen) as (weights, state, model_config):
+        live = _live(root, chosen, weights, state)
         written = precision or state.facts.precision
         types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
         named = [pair for e in weights.entries for pair in zip(e.names, e.shapes, strict=True)]
@@ -138,7 +139,7 @@ def export(
         target.begin()
         digests: dict[str, str] = {}
         index = write_shards(target, shards, _streamed(weights, types, digests))
-    exported = weights_digest(digests)
+    exported = weights_digest(digests if live is None else live)
     _compare(chosen, exported)
     if len(shards) > 1:
         target.write(INDEX, _json(index))
@@ -159,7 +160,7 @@ def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported
     with _opened(root, chosen) as (weights, state, _):
         if (lora := state.facts.lora) is None:
             raise InputError(f"run {chosen.run!r} trains whole weights, not adapters: leave --adapter out")
-        _compare(chosen, served := weights_digest({name: tensor_digest(tensor) for name, tensor in weights}))
+        _compare(chosen, served := weights_digest(_served(root, chosen, weights, state)))
         kind = _WRITTEN[state.facts.precision][1]
         planned = [ShardTensor(name, tuple(factor.shape), kind) for name, factor in weights.factors()]
         target.begin()
@@ -184,8 +185,21 @@ def _adapter_config(lora: LoraConfig, model: str | None) -> dict[str, object]:
 
 def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:
     """`tensor_digest` by name of the weights of a stored state; raises as `export`, except for the digests."""
-    with _opened(root, chosen) as (weights, _state, _model_config):
-        return {name: tensor_digest(tensor) for name, tensor in weights}
+    with _opened(root, chosen) as (weights, state, _model_config):
+        return _served(root, chosen, weights, state)
+
+
+def _served(root: Root, chosen: Chosen, weights: "StoredWeights", state: SavedState) -> dict[str, str]:
+    """Digests of what engines are sent, by name."""
+    live = _live(root, chosen, weights, state)
+    return {name: tensor_digest(tensor) for name, tensor in weights} if live is None else live
+
+
+def _live(root: Root, chosen: Chosen, weights: "StoredWeights", state: SavedState) -> dict[str, str] | None:
+    """Digests of a live adapter and its frozen weights; None if engines are sent the sums."""
+    if stored_config(root, chosen.run).engine.adapter != "live" or state.facts.lora is None:
+        return None
+    return {**{name: tensor_digest(factor) for name, factor in weights.factors()}, BASE: state.facts.lora.base}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from tasks.model_checks import architectures
 from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of
 from trainer_core.config import Device, TrainerConfig, check_context, check_layout, experts_of
 from trainer_core.effects import Unused, without_effect
-from trainer_core.lora import check_targets
+from trainer_core.lora import LIVE_RANKS, LoraConfig, check_targets
 from trainer_core.platform import te_absent
 
 Facts = Mapping[str, Any]  # content of a model's config.json
@@ -57,6 +57,8 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     if config.train.lora is not None:
         architectures.check_export(facts, "train.lora", where)
         check_targets(config.train.lora, facts, experts_of(facts))
+        if config.engine.adapter == "live":
+            _check_live(config.train.lora, facts, device, where)
     if device == "cuda" and not te_absent.is_absent():
         check_context(config.train, True, bool(config.device.deterministic))
         if config.train.parallel.context > 1:
@@ -76,6 +78,18 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     for name, length in lengths.items():
         if length > context:
             raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
+
+
+def _check_live(lora: LoraConfig, facts: Facts, device: Device, where: str) -> None:
+    given, repair = 'engine.adapter = "live"', 'set engine.adapter = "merged"'
+    if device == "cuda":
+        raise InputError(f"{given} has been run on CPU only, and this run computes on a card: {repair}")
+    if (architecture := architecture_of(facts, where)) not in LLAMA_LIKE:
+        fact = f"{given} is proven for {', '.join(sorted(LLAMA_LIKE))}, and {where} is {architecture}"
+        raise InputError(f"{fact}: {repair}")
+    if lora.rank > LIVE_RANKS[-1]:
+        fact = f"{given} serves adapters of rank {LIVE_RANKS[-1]} at most, and train.lora.rank is {lora.rank}"
+        raise InputError(f"{fact}: lower it, or {repair}")
 
 
 def _check_quantization(wanted: str, facts: Facts, device: Device, where: str) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import Arrived, weights_digest
+from tasks.engine.protocol import BASE, Arrived, weights_digest
 from trainer_core.protocol import Planned, Sent
 from trainer_core.weights.plan import WeightPlan, text_digest
 
@@ -59,6 +59,8 @@ def proven(
     if len(made := {one.quantized for one in arrived.values()}) > 1:
         fact = f"engines have made different FP8 numbers of the same weights: {_shown(map(str, made))}"
         raise SyncMismatch(f"{fact}. {_AGAIN}")
+    if plan.form == "adapter":
+        digests[BASE] = plan.base
     found = weights_digest(digests)
     if expected not in (None, found):
         raise SyncMismatch(

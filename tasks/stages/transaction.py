@@ -13,7 +13,7 @@ from typing import Any
 from storage import layout
 from storage.errors import RatchetError, SyncMismatch, WorkerLost
 from storage.kill_points import Point
-from tasks.engine.protocol import Arrived, EngineIdentity, weights_digest
+from tasks.engine.protocol import BASE, Arrived, EngineIdentity, weights_digest
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.proof import agreed_plan, proven
@@ -25,6 +25,7 @@ from tasks.workers.trainers import TrainerGroup
 from trainer_core.collector import paused
 from trainer_core.protocol import Planned, Sent, TrainerProtocol
 from trainer_core.weights.channel import Channel, Transport, fail
+from trainer_core.weights.plan import Form
 
 _DEADLINE_S = 600.0  # for which one side waits for the other
 _SHARE = 0.8  # of the deadline of a call, which ends the process: this one must come first, which only fails the update
@@ -39,6 +40,7 @@ class Delivery:
     bytes: int
     landed: int  # tensors that each engine has found again in its live parameters
     quantized: str | None  # digest of the FP8 numbers and scales that the kernels of each engine read
+    base_bytes: int  # of the frozen weights that engines got before a live adapter; 0 if all had them
     exchanges: int  # exchanges of metadata between trainer ranks
     seconds: dict[str, float]
     """Time by step: plan, prepare, send, verify, commit; the last three together are `pause`; by what ranks and engines
@@ -47,10 +49,11 @@ class Delivery:
     def metrics(self) -> dict[str, float]:
         """As a manifest records it."""
         return {
-            "tensors": float(len(self.digests)),
+            "tensors": float(len(self.digests.keys() - {BASE})),
             "bytes": float(self.bytes),
             "landed": float(self.landed),
             "metadata_exchanges": float(self.exchanges),
+            **({"base_bytes": float(self.base_bytes)} if self.base_bytes else {}),
             **{f"{step}_s": took for step, took in self.seconds.items()},
         }
 
@@ -63,19 +66,25 @@ def deliver(
     expected: str | None = None,
     stored: Path | None = None,
     noted: Callable[[Point], object] = lambda _: None,
+    form: Form | None = None,
 ) -> Delivery:
     """Bring the weights that the trainer ranks hold, or those of a stored state, into all of these engines, in place.
+    With a live adapter these are its factors; an engine that does not hold the frozen weights of the trainer gets them
+    first, by an update of its own, after which it serves nothing until the adapter is committed.
     Until the first commit nothing serves the new weights. An engine that was not written to serves the old ones if this
     fails; one that was refuses to, until the next delivery. A repetition is safe at any time. `engines` are by number.
     The weights must have the `weights_digest` `expected`; by default any. `stored` is a local folder with the weights
     of a saved state, to be sent in place of those that the ranks hold. `noted` is called at the points of a
-    transaction. Raises SyncMismatch (ranks disagree, or what engines received or loaded is not exactly what was sent;
-    no engine has committed, unless the failure is that of a commit) or WorkerLost (a process was lost)."""
+    transaction. `form` is by default that of `engine.adapter`. Raises SyncMismatch (ranks disagree, or what engines
+    received or loaded is not exactly what was sent; no engine has committed, unless the failure is that of a commit) or
+    WorkerLost (a process was lost)."""
+    form = form or ("adapter" if context.config.engine.adapter == "live" else "whole")
     section = context.config.sync
     place = context.workers.placement()
     way = transport(section.transport, place)
     with _between_hosts(context, version) if place.apart else scratch(memory=way != "files") as folder:
-        update = _Update(context, engines, group, _channel(context, way, folder, len(engines)), stored, noted)
+        channel = _channel(context, way, folder, len(engines))
+        update = _Update(context, engines, group, channel, stored, noted, form)
         try:
             with paused():
                 return update.perform(version, section.arena_mib << 20, expected)
@@ -127,11 +136,17 @@ class _Update:
     channel: Channel
     stored: Path | None
     noted: Callable[[Point], object]
+    form: Form
 
     def perform(self, version: int, arena_bytes: int, expected: str | None) -> Delivery:
         clock = _Clock()
-        planned = self._plan(version, arena_bytes)
-        plan = agreed_plan(planned, version)
+        planned, held = self._plan(version, arena_bytes)
+        plan, base = agreed_plan(planned, version), None
+        if lacking := {number: self.engines[number] for number, one in held.items() if one != plan.base}:
+            base = self._bring_base(lacking, version)
+            clock.ended("base")
+            planned, _ = self._plan(version, arena_bytes)
+            plan = agreed_plan(planned, version)
         clock.ended("plan")
         finishing = self.context.config.sync.in_flight == "wait"  # for longer, it may be, than ranks wait for engines
         if finishing:
@@ -152,6 +167,7 @@ class _Update:
             bytes=plan.nbytes,
             landed=min(one.landed for one in arrived.values()),
             quantized=next(iter(arrived.values())).quantized,
+            base_bytes=0 if base is None else base.bytes,
             exchanges=max(one.exchanges for one in planned),
             seconds={
                 **clock.seconds,
@@ -173,11 +189,17 @@ class _Update:
             if not serves:
                 self.context.say(f"engine {number} refuses to sample until the next weight sync: {reason}")
 
-    def _plan(self, version: int, arena_bytes: int) -> list[Planned]:
-        """Plans of all ranks, made while the engines look at their models."""
-        planning = self.group.submit(TrainerProtocol.plan_weights, version, arena_bytes)
+    def _plan(self, version: int, arena_bytes: int) -> tuple[list[Planned], dict[int, str | None]]:
+        """Plans of all ranks, made while the engines look at their models; and, for an adapter, the digest of the
+        frozen weights that each engine holds, by its number."""
+        planning = self.group.submit(TrainerProtocol.plan_weights, version, arena_bytes, self.form)
         surveying = (engine.survey_model for engine in self.engines.values())
-        return at_once([partial(self.group.results, planning), *surveying])[0]
+        planned, *held = at_once([partial(self.group.results, planning), *surveying])
+        return planned, dict(zip(self.engines, held, strict=True)) if self.form == "adapter" else {}
+
+    def _bring_base(self, lacking: Mapping[int, EngineHandle], version: int) -> Delivery:
+        """Bring the trainer's frozen weights to these engines; no state changes them, so the live ones are sent."""
+        return deliver(self.context, lacking, self.group, version, form="base")
 
     def _prepare(self, planned: Planned) -> None:
         plan, digest = planned.plan or "", planned.digest

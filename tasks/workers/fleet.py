@@ -267,6 +267,7 @@ class Fleet:
                 "tensor": section.tensor,
                 "sleeps": self.device == "cuda" and section.sleep,
                 "routes": self._config.train.experts.replay,
+                "adapter": self._config.train.lora if section.adapter == "live" else None,
                 "own_core": fast if section.own_process is None else section.own_process,
             }
         )

@@ -200,6 +200,22 @@ SETTINGS = {
         ["engine.quantization=fp8"],
         ['quantization = "fp8" is computed beside bf16', 'set engine.precision = "bf16"'],
     ),
+    "a live adapter of nothing": (
+        ["engine.adapter=live"],
+        ["engine.adapter has no effect with train.lora not given"],
+    ),
+    "a live adapter beside fp8": (
+        ["engine.adapter=live", "train.lora.rank=4", "engine.precision=bf16", "engine.quantization=fp8"],
+        ['adapter = "live" adds adapters to whole weights', "leave engine.quantization out"],
+    ),
+    "a live adapter on a card": (
+        ["engine.adapter=live", "train.lora.rank=4", "device.kind=cuda"],
+        ['engine.adapter = "live" has been run on CPU only', 'set engine.adapter = "merged"'],
+    ),
+    "a live adapter of rank 600": (
+        ["engine.adapter=live", "train.lora.rank=600"],
+        ["serves adapters of rank 512 at most, and train.lora.rank is 600", 'set engine.adapter = "merged"'],
+    ),
     "another quantization": (["engine.quantization=int4"], ["engine.quantization", "'fp8'"]),
     "head size": (
         ["model={generate={hidden=64,heads=4,head_dim=16}}"],

@@ -78,6 +78,7 @@ class Proof:
 
 
 CRITIC = ("train.policy.advantage.type=gae", "train.critic.learning_rate=1e-3")
+LIVE = ("train.lora.rank=8", "engine.adapter=live")
 EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
 
 
@@ -88,6 +89,7 @@ EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
         pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
         pytest.param((None, MID_RESPONSE, LONG), id="mid-response", marks=pytest.mark.full),
         pytest.param((None, KILLS, ("train.lora.rank=8",)), id="adapters", marks=pytest.mark.full),
+        pytest.param((None, KILLS, LIVE), id="live-adapter", marks=pytest.mark.full),
         pytest.param((None, KILLS, CRITIC), id="critic", marks=pytest.mark.full),
     ],
 )

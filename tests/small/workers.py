@@ -213,7 +213,7 @@ class SmallTrainer(TrainerProtocol):
         noise = np.random.default_rng(int(model[:15], 16)).random(int(samples.response_lengths.sum()), np.float32)
         return (-noise * temperature * samples.per_response_token(samples.usable)).astype(np.float32)
 
-    def plan_weights(self, version, arena_bytes):
+    def plan_weights(self, version, arena_bytes, form="whole"):
         self._plan = plan_of(version, self._config.parallel.world_size)
         return Planned(
             text_digest(self._plan.model_dump_json()), None if self._rank else self._plan.model_dump_json(), exchanges=1

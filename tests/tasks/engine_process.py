@@ -122,6 +122,15 @@ class FaultyEngine(Engine):
         """Undo `break_loading`."""
         vars(self.model()).pop("load_weights", None)
 
+    def adapters(self) -> list[int]:
+        """Ids of the adapters that the engine holds."""
+        return [number for number in self.model().lora_manager.lora_index_to_id if number is not None]
+
+    def spoil_adapter(self) -> None:
+        """Change a number of the adapter that is served."""
+        layer = self.model().get_submodule("model.layers.1.self_attn.o_proj")
+        layer.lora_b_stacked[0][0, 0, 3, 1] += 1
+
     def poison(self) -> int:
         """Fill all parameters with NaN; returns the number of those that are not empty."""
         import torch
@@ -154,10 +163,10 @@ class InPlaceEngine(FaultyEngine):
         finally:
             _custom_ops._supports_onednn = supported
 
-    def survey_model(self) -> None:
+    def survey_model(self) -> str | None:
         """Survey as on a card."""
         with _kernels_that_read_parameters():
-            super().survey_model()
+            return super().survey_model()
 
     def prepare_update(self, *arguments: Any) -> str:
         """Prepare as on a card."""

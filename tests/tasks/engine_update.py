@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 ARENA = 64 << 10
 
 
-def plan_of(weights, version=1, arena_bytes=ARENA, senders=1):
+def plan_of(weights, version=1, arena_bytes=ARENA, senders=1, form="whole", base=""):
     """Buckets in the order of `weights`, dealt to the senders in turn."""
     tensors, sizes = [], []
     for name, tensor in weights.items():
@@ -35,7 +35,8 @@ def plan_of(weights, version=1, arena_bytes=ARENA, senders=1):
         )
         sizes[-1] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     buckets = [Bucket(number=number, sender=number % senders, nbytes=size) for number, size in enumerate(sizes)]
-    return WeightPlan(version=version, tensors=tuple(tensors), buckets=tuple(buckets), arena_bytes=max(sizes))
+    arena, kind = max(sizes), {"form": form, "base": base}
+    return WeightPlan(version=version, tensors=tuple(tensors), buckets=tuple(buckets), arena_bytes=arena, **kind)
 
 
 class Sending(threading.Thread):

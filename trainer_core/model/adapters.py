@@ -44,6 +44,14 @@ class Part(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
+class Factor(NamedTuple):
+    """A factor of an adapter, as peft knows it."""
+
+    name: str  # peft's
+    attribute: str  # name in the adapter
+    axis: int | None  # axis along which tensor-parallel ranks divide it
+
+
 @dataclass(frozen=True)
 class _Place:
     """Division of a matrix between tensor-parallel ranks, and between projections."""
@@ -118,6 +126,15 @@ class Adapter(torch.nn.Module):
         """The layer's weight with its adapters, (out, in)."""
         factors = (self._parameters[name] for part in self._place.parts for name in _names(part))
         return _Merged.apply(weight, self._place, self._scale, *factors)  # pyright: ignore[reportReturnType]
+
+    def factors(self) -> list[Factor]:
+        """All factors."""
+        axes = self._axes()
+        return [
+            Factor(f"base_model.model.{part.name}.lora_{kind}.weight", name, axes.get(name))
+            for part in self._place.parts
+            for kind, name in zip("BA", _names(part), strict=True)
+        ]
 
     @torch.no_grad()
     def begin(self, seed: int) -> None:

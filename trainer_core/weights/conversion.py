@@ -8,7 +8,7 @@ owners of an earlier moment; receivers that are sized by them take garbage witho
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.bridge.models.conversion.utils import unwrap_model
 
 from storage.errors import SyncMismatch
-from trainer_core.model.adapters import Adapter
+from trainer_core.model.adapters import Adapter, Adapters, Factor
 from trainer_core.model.model import Model
 from trainer_core.model.parts import named_parts
 from trainer_core.weights.exchange import Shards, group_of
@@ -52,14 +52,22 @@ class Conversion(Held):
         vars(self).pop("live", None)
 
 
-def conversions(model: Model) -> tuple[list[Conversion], list[Exported]]:
+def conversions(model: Model, adapted: bool = True) -> tuple[list[Conversion], list[Exported]]:
     """All weights and persistent buffers of this rank, inside `model.weights`: those that its own mappings convert, and
-    the others, which only the bridge's whole export converts. Raises SyncMismatch if a weight has no Hugging Face name,
-    or is not in memory now."""
-    source = _Source(model)
+    the others, which only the bridge's whole export converts. Weights have their adapters added if they are `adapted`.
+    Raises SyncMismatch if a weight has no Hugging Face name, or is not in memory now."""
+    source = _Source(model, model.adapters if adapted else {})
     found = [source.conversion(*place) for place in _named(model)]
     converted = [one for one in found if isinstance(one, Conversion)]
     return converted, [one for one in found if isinstance(one, Exported)]
+
+
+def factors(model: Model) -> list[Conversion]:
+    """The factors of this rank's adapters, inside `model.weights`, whole and under peft's names. Raises SyncMismatch if
+    one is not in memory now."""
+    source = _Source(model, model.adapters)
+    linears = (place for place in _named(model) if place[3] == "weight" and place[2] in model.adapters)
+    return [one for stage, name, linear, _ in linears for one in source.factors(stage, name, model.adapters[linear])]
 
 
 def gathered_by(gather: Gather) -> contextlib.AbstractContextManager[None]:
@@ -71,8 +79,8 @@ def gathered_by(gather: Gather) -> contextlib.AbstractContextManager[None]:
 class _Source:
     """The bridge, its registry and the checkpoint that the model came from, as one export would use them."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, adapters: Adapters) -> None:
+        self._model, self._adapters = model, adapters
         self._bridge: Any = model.bridge._model_bridge  # pyright: ignore[reportPrivateUsage]  # a new one each time
         self._origin: Any = model.bridge.hf_pretrained
         self._bridge.hf_pretrained = self._origin
@@ -104,7 +112,7 @@ class _Source:
         task = WeightConversionTask(
             name, known.whole, known.mapping, vp_stage=stage, megatron_module=module, param_weight=tensor
         )
-        adapter = self._model.adapters.get(module) if attribute == "weight" else None
+        adapter = self._adapters.get(module) if attribute == "weight" else None
         if not is_known(self._bridge, known.mapping) and adapter is None:
             return Exported.of(task, attribute)
         finish = self._finisher(task)
@@ -119,6 +127,21 @@ class _Source:
         views = tried.views and adapter is None
         convert: Callable[[torch.Tensor], Tensors] = lambda one: finish(tried.convert(one, module))  # noqa: E731
         return Conversion(row, module, attribute, tensor, bool(tried.gathers), views, convert, adapter)
+
+    def factors(self, stage: int, name: str, adapter: Adapter) -> Iterator[Conversion]:
+        """Those of the adapter of a linear layer, whose weight has that name."""
+        known = self._names.known(stage, name)
+        ranks = group_of(expert=False).size()
+        for factor in adapter.factors():
+            tensor, whole = adapter.get_parameter(factor.attribute), f"{known.whole}.{factor.attribute}"
+            if (problem := absent(whole, tensor)) is not None:
+                raise SyncMismatch(problem)
+            shape = [n * (ranks if axis == factor.axis else 1) for axis, n in enumerate(tensor.shape)]
+            outline = named(factor.name, tensor.new_empty(shape, device="meta"))
+            row = Row(name=whole, expert=False, tensors=(outline,))
+            divided = factor.axis is not None and ranks > 1
+            convert = partial(_factor, factor, known.mapping if divided else None)
+            yield Conversion(row, adapter, factor.attribute, tensor, divided, not divided, convert, None)
 
     def _of_its_kind(self, task: _Task, known: Known, tensor: torch.Tensor) -> "_Tried":
         """Result of the mapping alone, to learn names, types and shapes. It is tried once for all tensors whose names
@@ -146,6 +169,12 @@ class _Source:
             return {name: part[:rows] if name in vocabulary else part for name, part in found.items()}
 
         return finish
+
+
+def _factor(factor: Factor, mapping: Any, shard: torch.Tensor) -> Tensors:
+    """A factor of which this rank has a shard, or, without a mapping that gathers, all."""
+    whole = shard if mapping is None else torch.cat(mapping.gather_from_tp_ranks(shard), factor.axis or 0)
+    return {factor.name: whole}
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,16 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import TypeAdapter
 
 from storage.errors import SyncMismatch
 from trainer_core.frozen import Frozen
+
+Form = Literal["whole", "base", "adapter"]
+"""Weights that an update brings: `whole` all of them, with their adapters added; `base` the frozen ones as the model
+came; `adapter` the factors of adapters under peft's names."""
 
 ALIGNMENT = 256  # bytes; every tensor begins at a multiple of it in its bucket, so that kernels and copies are aligned
 _SIZES = {
@@ -57,6 +62,8 @@ class WeightPlan(Frozen):
     arena_bytes: int
     """Size of every arena: that of the largest bucket, above the limit only if a tensor is, which travels alone."""
     config: str = ""  # digest of what names and shapes depend on besides the model: the trainer's configuration
+    form: Form = "whole"  # weights that the tensors are
+    base: str = ""  # digest of the frozen weights, which these tensors are or belong to; empty of whole ones
 
     def __reduce__(self) -> tuple[Callable[[str], "WeightPlan"], tuple[str]]:
         """Pickle as JSON, which takes a third of the time of an object for each tensor."""

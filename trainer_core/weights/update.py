@@ -13,11 +13,11 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.platform.platform import quietly
 from trainer_core.weights.channel import Channel
-from trainer_core.weights.conversion import Conversion, Parcel, Positions, conversions
+from trainer_core.weights.conversion import Conversion, Parcel, Positions, conversions, factors
 from trainer_core.weights.digest import PlannedDigests, Whole
 from trainer_core.weights.exchange import Shards, exchange, group_of
 from trainer_core.weights.packing import Packing, tensors_of
-from trainer_core.weights.plan import Bucket, Place, WeightPlan, decode, encode, plan_of, text_digest
+from trainer_core.weights.plan import Bucket, Form, Place, WeightPlan, decode, encode, plan_of, text_digest
 from trainer_core.weights.sending import BucketSender
 from trainer_core.weights.whole import Exported, WholeExport
 
@@ -25,12 +25,22 @@ from trainer_core.weights.whole import Exported, WholeExport
 class Update:
     """A plan with this rank's means to carry it out. It holds live tensors and modules, and lives for one update."""
 
-    def __init__(self, model: Model, mesh: Mesh, config: TrainerConfig, version: int, arena_bytes: int) -> None:
-        """Plan from the live weights, inside `model.weights`. Collective. Raises SyncMismatch on every rank, if one
-        cannot send its weights or ranks do not hold the same."""
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        config: TrainerConfig,
+        version: int,
+        arena_bytes: int,
+        form: Form = "whole",
+        base: str = "",
+    ) -> None:
+        """Plan from the live weights, inside `model.weights`. Collective. `base` is the digest of the frozen weights,
+        which other forms than `whole` name. Raises SyncMismatch on every rank, if one cannot send its weights or ranks
+        do not hold the same."""
         self._mesh = mesh
         _settle(mesh)
-        found, self._others, problem = _found(model)
+        found, self._others, problem = _found(model, form)
         place = _place(mesh, config, version, arena_bytes, problem)
         mine = tuple(sorted((one.row for one in (*found, *self._others)), key=lambda row: row.name))
         told, self.exchanges = exchange(own := encode(place, mine), mesh)
@@ -38,7 +48,7 @@ class Update:
         self._whole = WholeExport(model, tables)
         lacking = any(not row.tensors for table in tables for row in table.rows)
         more = self._whole.outlines() if lacking and all(table.place.problem is None for table in tables) else []
-        self.plan: WeightPlan = plan_of(tables, more)
+        self.plan: WeightPlan = plan_of(tables, more).model_copy(update={"form": form, "base": base})
         self.text = self.plan.model_dump_json()
         self.digest = text_digest(self.text)
         self._exported = frozenset(tensor.name for tensor in more)
@@ -122,10 +132,12 @@ def _settle(mesh: Mesh) -> None:
         torch.cuda.synchronize(mesh.device)
 
 
-def _found(model: Model) -> tuple[list[Conversion], list[Exported], str | None]:
+def _found(model: Model, form: Form) -> tuple[list[Conversion], list[Exported], str | None]:
     try:
         with quietly(), torch.no_grad():
-            return *conversions(model), None
+            if form == "adapter":
+                return factors(model), [], None
+            return *conversions(model, adapted=form == "whole"), None
     except SyncMismatch as error:
         return [], [], str(error)
 

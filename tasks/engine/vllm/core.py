@@ -31,10 +31,11 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Every, Sampling
-from tasks.engine.vllm import BEGUN, EVERY, ROUTES, STOP_TEXTS, Runner
+from tasks.engine.vllm import ADAPTER, BEGUN, EVERY, ROUTES, STOP_TEXTS, Runner
 from tasks.engine.vllm.inside import executor
 from tasks.engine.vllm.memory import cache_bytes
 from trainer_core.config import Device
+from trainer_core.lora import LIVE_RANKS
 
 _WORKERS: dict[Device, str] = {"cuda": "tasks.engine.vllm.runner.Worker", "cpu": "tasks.engine.vllm.on_cpu.Worker"}
 _LEAVING_S = 1.0  # that this process gets to end by itself after its scheduler has
@@ -209,8 +210,14 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "async_scheduling": spec.async_scheduling and spec.device == "cuda",
         "worker_extension_cls": "tasks.engine.vllm.receive.WorkerExtension",
         "weight_transfer_config": {"backend": "ratchet"},
-        "additional_config": {ROUTES: spec.routes},
+        "additional_config": {ROUTES: spec.routes, ADAPTER: spec.adapter and spec.adapter.model_dump(mode="json")},
     }
+    if spec.adapter is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": next(rank for rank in LIVE_RANKS if rank >= spec.adapter.rank),
+            "lora_target_modules": [target.rpartition(".")[2] for target in spec.adapter.targets],
+        }
     if spec.device == "cpu":
         arguments |= {
             "block_size": 32,

@@ -40,6 +40,7 @@ from tasks.engine.vllm import Runner
 from tasks.engine.vllm.transaction import Transaction
 from trainer_core.collector import paused
 from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import WeightPlan
 
 if TYPE_CHECKING:
     from tasks.engine.vllm.core import Answer
@@ -107,6 +108,7 @@ class Engine(EngineProtocol):
         logger.info("the engine of %s has vLLM's %s model runner", spec.model_dir, self._core.runner)
         self._held: EngineIdentity | Unusable = EngineIdentity(weight_version=None, weights_digest=None)
         self._digests: dict[str, str] = {}  # of what was committed
+        self._base: str | None = None  # digest of the frozen weights that were committed, for adapters
         self._update: Transaction | None = None
         self._on_hold = False
         self._finished: list[Batch] = []  # with `_ended` responses, and not collected yet
@@ -179,14 +181,15 @@ class Engine(EngineProtocol):
         self._take_routes(dict.fromkeys(batch.requests, 0))
         return [answer.prompt_logprobs for answer in batch.answers]
 
-    def survey_model(self) -> None:
+    def survey_model(self) -> str | None:
         self._core.workers("survey_model")
+        return self._base
 
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
     ) -> str:
         self._update = None
-        update = Transaction(self._core.workers)
+        update = self._transaction(plan)
         update.prepare(plan, digest, channel, first_receiver)
         self._settle(in_flight)
         self._update = update
@@ -196,6 +199,8 @@ class Engine(EngineProtocol):
         if self._update is None:
             raise SyncMismatch("no weight update was prepared, so none can be received; sync the weights again")
         before, self._held = self._held, Unusable("a weight update began and did not finish")
+        if self._update.form == "base":
+            self._base = None
         try:
             return self._update.receive()
         except Exception as error:
@@ -206,10 +211,14 @@ class Engine(EngineProtocol):
         if self._update is None or not self._update.holds(weights_digest):
             raise SyncMismatch(f"weights {weights_digest} were not received, so they cannot be served; sync them again")
         self._core.forget_prompts()
-        self._held = EngineIdentity(weight_version=version, weights_digest=weights_digest)
-        self._digests, self._update = self._update.digests, None
-        self._go_on()
-        return self.identity()
+        committed = EngineIdentity(weight_version=version, weights_digest=weights_digest)
+        update, self._update = self._update, None
+        self._held, self._digests = committed, update.digests
+        if update.form == "base":  # requests on hold wait for the adapter
+            self._base, self._held = update.base, Unusable("the frozen weights are here, and no adapter yet")
+        else:
+            self._go_on()
+        return committed
 
     def abort_update(self, reason: str) -> bool:
         if self._update is not None:
@@ -244,6 +253,18 @@ class Engine(EngineProtocol):
 
     def wake(self) -> None:
         self._core.wake()
+
+    def _transaction(self, plan: str) -> Transaction:
+        """An update of this plan. Raises SyncMismatch: its adapter belongs to other frozen weights."""
+        if self._spec.adapter is None:
+            return Transaction(self._core.workers)
+        planned = WeightPlan.model_validate_json(plan)
+        if planned.form == "adapter" and planned.base != self._base:
+            raise SyncMismatch(
+                f"the adapter of the update belongs to the frozen weights {planned.base}, and the engine has "
+                f"{self._base} (None: none that an update brought): sync the weights again"
+            )
+        return Transaction(self._core.workers, planned.form, planned.base)
 
     def _drop(self) -> None:
         """Forget what was queued, and note what was sampled of it."""

@@ -19,6 +19,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from tasks.engine.vllm.adapters import ServesOne
 from tasks.engine.vllm.counter import choose
 from tasks.engine.vllm.routes import Routing
 
@@ -70,7 +71,7 @@ class ChosenSampler(Sampler):
         return LogprobsTensors(tokens.to(torch.int32), torch.cat(found), tokens.new_zeros(len(tokens)))
 
 
-class Runner(Routing, CPUModelRunner):
+class Runner(Routing, ServesOne, CPUModelRunner):
     """Tells the sampler seeds and positions."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -17,16 +17,21 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from storage.errors import RatchetError, SyncMismatch
-from tasks.engine.vllm import inside  # noqa: F401 - prepares the process of a worker
+from tasks.engine.vllm import (
+    ADAPTER,
+    inside,  # noqa: F401 - prepares the process of a worker
+)
+from tasks.engine.vllm.adapters import AdapterUpdate, landed_digests, manager_of, without_adapters
 from tasks.engine.vllm.landing import landing_of, named_layers
 from tasks.engine.vllm.loading import lane_of
 from tasks.engine.vllm.quantized import Fp8Layers
 from tasks.engine.vllm.survey import Survey, found
 from tasks.engine.vllm.update import Report, Update
 from trainer_core.collector import paused
+from trainer_core.lora import LoraConfig
 from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.packing import tensors_of
-from trainer_core.weights.plan import WeightPlan, text_digest
+from trainer_core.weights.plan import Form, WeightPlan, text_digest
 from trainer_core.weights.transports.ends import Receiver, open_receiver
 
 BACKEND = "ratchet"
@@ -48,23 +53,26 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     init_info_cls = RatchetInit
     update_info_cls = RatchetUpdate
     supports_draft_weight_update = False
+    report: Report  # of the last update
 
     def init_transfer_engine(self, init_info: RatchetInit) -> None:
         """Nothing is held between updates but what the last one reported."""
         self.forget()
-        self.report: Report | None = None
+        self.reports: dict[Form, Report] = {}  # of the last update of each form
         self._followed: int | None = None  # the layout of which loaders were seen to put every tensor in its place
 
     def forget(self) -> None:
         """Forget what was prepared."""
         self._survey: Survey | None = None
-        self._prepared: tuple[Update, WeightPlan, Channel, int] | None = None
+        self._prepared: tuple[Update | AdapterUpdate, WeightPlan, Channel, int] | None = None
 
     def survey(self) -> None:
         """Look at the live model; see `EngineProtocol.survey_model`."""
         self.forget()
         self._survey = Survey(self.model)
-        self._survey.look()
+        if "base" not in self.reports:  # what is next is an adapter
+            with without_adapters(self.model):
+                self._survey.look()
 
     def prepare(self, plan: str, channel: str, number: int) -> str:
         """Compare a plan with the live model, and return its digest; see `EngineProtocol.prepare_update`. Plan and
@@ -72,10 +80,27 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         survey = self._survey or Survey(self.model)
         self.forget()
         planned, way = WeightPlan.model_validate_json(plan), Channel.model_validate_json(channel)
+        manager, config = manager_of(self.model), self._adapter_config
+        if (planned.form == "whole") is not (manager is None):
+            has = "adds adapters to frozen weights" if manager else "adds no adapters"
+            raise SyncMismatch(f"the update brings weights of the form {planned.form!r}, but the engine {has}")
+        if planned.form == "adapter" and manager is not None and config is not None:
+            update = AdapterUpdate(manager, config, planned)
+        else:
+            with without_adapters(self.model):
+                update = self._update(survey, planned)
+        self._prepared = update, planned, way, number
+        return text_digest(plan)
+
+    def _update(self, survey: Survey, planned: WeightPlan) -> Update:
         followed = survey.in_place and survey.layout == self._followed
         lane = lane_of(survey, self.vllm_config, tensors_of(planned), followed)
-        self._prepared = Update(survey, self.vllm_config, planned, lane), planned, way, number
-        return text_digest(plan)
+        return Update(survey, self.vllm_config, planned, lane)
+
+    @property
+    def _adapter_config(self) -> LoraConfig | None:
+        told: Any = self.vllm_config.additional_config
+        return None if told.get(ADAPTER) is None else LoraConfig.model_validate(told[ADAPTER])
 
     @property
     def written(self) -> bool:
@@ -86,13 +111,21 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Tensors of which this worker holds something else now than after the last update, by name, with the digest of
         that. Seen only where kernels use parameters as they were loaded, or as FP8 numbers and scales.
         """
-        expected = {} if self.report is None else self.report.parts | self.report.quantized
-        layers = named_layers(self.model) if expected else {}
-        landing = landing_of(layers)
-        if self.report is None or landing is None:
-            return {}
-        held = found(layers, landing, self.report.parts) | Fp8Layers(layers).held()
-        return {name: digest for name, digest in held.items() if digest != expected[name]}
+        changed: dict[str, str] = {}
+        for form, report in self.reports.items():
+            expected = report.parts | report.quantized
+            held = self._held(form, report) if expected else {}
+            changed |= {name: digest for name, digest in held.items() if digest != expected[name]}
+        return changed
+
+    def _held(self, form: Form, report: Report) -> dict[str, str]:
+        manager, config = manager_of(self.model), self._adapter_config
+        if form == "adapter" and manager is not None and config is not None:
+            return landed_digests(manager, config, report.parts)
+        with without_adapters(self.model):
+            layers = named_layers(self.model)
+            landing = landing_of(layers)
+            return {} if landing is None else found(layers, landing, report.parts) | Fp8Layers(layers).held()
 
     def start_weight_update(self) -> None:
         """See vLLM."""
@@ -103,8 +136,13 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Receive, load and verify everything; see `EngineProtocol.receive_update`."""
         if self._prepared is not None:
             update, plan, channel, number = self._prepared
-            self.report = update.receive(self._receiver(plan, channel, number))
-            self._followed = update.followed
+            receiver = self._receiver(plan, channel, number)
+            if isinstance(update, AdapterUpdate):
+                self.reports["adapter"] = self.report = update.receive(receiver)
+                return
+            with without_adapters(self.model):
+                self.report = update.receive(receiver)
+            self.reports, self._followed = {plan.form: self.report}, update.followed
 
     def finish_weight_update(self) -> None:
         """Forget the update; its report stays until the next."""
@@ -160,7 +198,7 @@ class WorkerExtension:
         except RatchetError as refusal:
             return json.dumps({"refused": str(refusal), "written": transfer.written})
         worker.finish_weight_update()
-        report = cast(Report, transfer.report)
+        report = transfer.report
         told = {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds", "quantized")}
         return json.dumps(told | {"written": True})
 

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from storage.digest import value_digest
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import Arrived, weights_digest
+from tasks.engine.protocol import BASE, Arrived, weights_digest
 from trainer_core.weights.channel import Channel
+from trainer_core.weights.plan import Form
 
 Workers = Callable[..., list[Any]]  # calls a method of every worker, with options; their results
 
@@ -15,8 +16,8 @@ Workers = Callable[..., list[Any]]  # calls a method of every worker, with optio
 class Transaction:
     """One update of all workers of an engine."""
 
-    def __init__(self, workers: Workers) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers, form: Form = "whole", base: str = "") -> None:
+        self._workers, self.form, self.base = workers, form, base
         self.arrived: Arrived | None = None  # received and verified update
         self.touched = False  # True if a worker's previous weights are gone, or may be
 
@@ -54,12 +55,13 @@ class Transaction:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digest of each tensor that was received."""
-        return {} if self.arrived is None else self.arrived.digests
+        """Digest of each tensor that was received; of an adapter with that of the frozen weights."""
+        found = {} if self.arrived is None else self.arrived.digests
+        return {**found, BASE: self.base} if found and self.form == "adapter" else found
 
     def holds(self, digest: str) -> bool:
         """True if the weights of that digest were received."""
-        return self.arrived is not None and weights_digest(self.arrived.digests) == digest
+        return self.arrived is not None and weights_digest(self.digests) == digest
 
 
 def _refuse(answers: Sequence[dict[str, Any]]) -> None:

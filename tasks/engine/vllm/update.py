@@ -55,7 +55,7 @@ class Update:
     def __init__(self, survey: Survey, config: VllmConfig, plan: WeightPlan, lane: Lane) -> None:
         """Compare a plan with the live model; nothing is written. `lane` is the way of loading. Raises SyncMismatch: it
         is not what the model needs."""
-        _check_layout(plan)
+        check_layout(plan)
         self._survey, self._config, self._plan, self._lane = survey, config, plan, lane
         self._landing = survey.landing
         if self._landing is not None:
@@ -170,8 +170,8 @@ class Update:
         self._seconds[what] += time.perf_counter() - start
 
 
-def _check_layout(plan: WeightPlan) -> None:
-    """Every tensor once, each where no other is."""
+def check_layout(plan: WeightPlan) -> None:
+    """Raises SyncMismatch unless every tensor is there once, each where no other is."""
     if not plan.tensors:
         raise SyncMismatch("a weight update without tensors: the trainer exported nothing")
     twice = [name for name, count in Counter(tensor.name for tensor in plan.tensors).items() if count > 1]

@@ -66,6 +66,21 @@ def test_quantization_is_part_of_the_meaning_and_takes_bf16(tmp_path):
         load_config(str(tmp_path / "run.toml"), ["engine.quantization=fp8"])
 
 
+def test_a_live_adapter_is_part_of_the_meaning_and_needs_adapters_beside_plain_weights(tmp_path):
+    (tmp_path / "run.toml").write_text(MINIMAL)
+    live = ["train.lora.rank=4", "engine.adapter=live"]
+    found = load_config(str(tmp_path / "run.toml"), live)
+    assert meaning(found.model_dump(mode="json"), "rollout")["engine"] == {"precision": "fp32", "adapter": "live"}
+    fp8 = ["engine.precision=bf16", "engine.quantization=fp8"]
+    for given, said in (
+        (live[1:], r"engine\.adapter has no effect with train\.lora not given"),
+        ([*live, *fp8], r'quantization = "fp8" changes or divides them: leave engine\.quantization out'),
+        ([*live, "engine.tensor=2"], r"tensor = 2 changes or divides them: leave engine\.tensor out"),
+    ):
+        with pytest.raises(InputError, match=said):
+            load_config(str(tmp_path / "run.toml"), given)
+
+
 def test_a_source_without_a_function_is_refused(tmp_path):
     (tmp_path / "run.toml").write_text(MINIMAL)
     with pytest.raises(InputError, match=r"engine\.source has no effect with engine\.function not given"):

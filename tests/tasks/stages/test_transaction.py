@@ -11,15 +11,16 @@ from storage.backends.root import open_root
 from storage.errors import SyncMismatch, WorkerLost
 from storage.kill_points import Point
 from tasks.config.stored import record_config
-from tasks.engine.protocol import EngineIdentity, Sampling
+from tasks.engine.protocol import BASE, EngineIdentity, Sampling, weights_digest
 from tasks.stages import transaction
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.transaction import deliver
 from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
 from tests.small.workers import LAYERS, SmallEngine, SmallTrainer, plan_of
+from trainer_core.protocol import Planned
 from trainer_core.weights.channel import fail
-from trainer_core.weights.plan import text_digest
+from trainer_core.weights.plan import WeightPlan, text_digest
 
 HOW = Sampling(max_tokens=4, stop_token_ids=(1,))
 UNUSABLE = EngineIdentity(weight_version=None, weights_digest=None)
@@ -88,8 +89,8 @@ class Rank(SmallTrainer):
     def stopped(self, error):
         """Note the failure of a transfer."""
 
-    def plan_weights(self, version, arena_bytes):
-        planned = super().plan_weights(version, arena_bytes)
+    def plan_weights(self, version, arena_bytes, form="whole"):
+        planned = super().plan_weights(version, arena_bytes, form)
         if self.fault == "plans otherwise":
             return type(planned)("1" * 32, planned.plan, planned.exchanges)
         if self.fault == "plans another version":
@@ -115,14 +116,54 @@ class Rank(SmallTrainer):
         return super()._packed(name, octets)
 
 
+class Live(Engine):
+    """An engine with a live adapter."""
+
+    base = None
+
+    def survey_model(self):
+        super().survey_model()
+        return self.base
+
+    def prepare_update(self, plan, *given):
+        self.planned = WeightPlan.model_validate_json(plan)
+        assert self.planned.form == "base" or self.planned.base == self.base
+        return super().prepare_update(plan, *given)
+
+    def commit_update(self, version, digest):
+        if self.planned.form == "base":
+            self.base = self.planned.base
+            return super().commit_update(version, digest)
+        assert digest == weights_digest({**self._arrived.digests, BASE: self.base})
+        super().commit_update(version, weights_digest(self._arrived.digests))
+        self._digest = digest
+        return self.identity()
+
+
+class Adapting(Rank):
+    """A rank with adapters."""
+
+    base = "the base"
+
+    def plan_weights(self, version, arena_bytes, form="whole"):
+        self.forms = [*getattr(self, "forms", []), form]
+        super().plan_weights(version, arena_bytes, form)
+        self._plan = self._plan.model_copy(update={"form": form, "base": self.base})
+        text = self._plan.model_dump_json()
+        return Planned(text_digest(text), None if self._rank else text, exchanges=1)
+
+
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, request):
     """A run of two engines that serve version 0, and a trainer that holds other weights now."""
-    config = small_config(["engine.count=2"])
+    more, engine_kind, rank_kind = getattr(request, "param", ([], Engine, Rank))
+    config = small_config(["engine.count=2", *more])
     root = open_root(str(tmp_path / "root"))
     record_config(root, "small", config)
     made = []
-    workers = WorkersHere(config, engine=lambda directory: made.append(Engine(directory)) or made[-1], trainer=Rank)
+    workers = WorkersHere(
+        config, engine=lambda directory: made.append(engine_kind(directory)) or made[-1], trainer=rank_kind
+    )
     with context_here(root, config, tmp_path / "scratch", workers=workers) as context:
         position = begin(context)
         context.outbox.settle()
@@ -174,6 +215,26 @@ def test_all_engines_serve_what_the_trainer_holds(run):
     assert metrics["bytes"] == run.engines[0].weights.nbytes
     steps = ("plan_s", "prepare_s", "send_s", "verify_s", "commit_s", "pause_s", "send_convert_s", "receive_load_s")
     assert set(steps) <= metrics.keys()
+
+
+@pytest.mark.parametrize("run", [(["train.lora.rank=4", "engine.adapter=live"], Live, Adapting)], indirect=True)
+def test_a_live_adapter_is_sent_alone_to_engines_that_have_its_base(run):
+    """All engines have got the base with version 0; later one is new, and then the trainer has another base."""
+    assert [engine.base for engine in run.engines] == ["the base"] * 2
+
+    def sent(version, base):
+        for rank in run.ranks:
+            rank.forms, rank.base = [], base
+        run.calls.clear()
+        delivery = run.sync(version=version)
+        assert delivery.digests[BASE] == base
+        assert {engine.base for engine in run.engines} == {base}
+        return run.ranks[0].forms, run.calls.count("receive_update"), "base_bytes" in delivery.metrics()
+
+    assert sent(1, "the base") == (["adapter"], 2, False)
+    run.engines[1].base = None
+    assert sent(2, "the base") == (["adapter", "base", "adapter"], 3, True)
+    assert sent(3, "another") == (["adapter", "base", "adapter"], 4, True)
 
 
 OLD = "the old weights"
@@ -241,9 +302,9 @@ def test_a_death_is_told_as_such_and_the_others_stop_with_it(who, fault, after, 
 def test_engines_look_at_their_models_while_ranks_plan(run, monkeypatch):
     plan_weights, seen = SmallTrainer.plan_weights, []
 
-    def planned_last(rank, version, arena_bytes):
+    def planned_last(rank, *given):
         seen.append([engine.seen.wait(10) for engine in run.engines])
-        return plan_weights(rank, version, arena_bytes)
+        return plan_weights(rank, *given)
 
     monkeypatch.setattr(SmallTrainer, "plan_weights", planned_last)
     for engine in run.engines:

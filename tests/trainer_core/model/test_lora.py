@@ -13,6 +13,7 @@ from tests.trainer_core.ranks import run_ranks, run_trainers
 from tests.trainer_core.weights.syncing import sync
 from trainer_core.config import MegatronConfig, OptimizerConfig, PolicyConfig, TrainerConfig
 from trainer_core.lora import LoraConfig
+from trainer_core.state.facts import read_facts
 
 TEMPERATURE, UPDATES, RATE, EPS, RANK, ALPHA = 0.7, 3, 5e-3, 1e-3, 3, 12.0
 OPTIMIZER = OptimizerConfig(learning_rate=RATE, eps=EPS, beta1=0.8, beta2=0.9, clip_grad=0.0)
@@ -52,12 +53,19 @@ def train(trainer, folder):
 
 
 def saved(trainer, folder):
-    return {"identity": trainer.save(folder).identity, "synced": sync(trainer, folder, 2)["received"]}
+    identity = trainer.save(folder).identity
+    apart = {form: sync(trainer, folder, version, form=form) for version, form in ((3, "base"), (4, "adapter"))}
+    bases = {one["plan"].base for one in apart.values() if one["plan"] is not None}
+    received = {form: one["received"] for form, one in apart.items()}
+    synced = sync(trainer, folder, 2)["received"]
+    return {"identity": identity, "synced": synced, "apart": received, "bases": bases}
 
 
 def go_on(trainer, folder, moved):
+    """A trainer that holds nothing sends the state, and then goes on from it."""
+    stored = sync(trainer, moved, 1, stored=f"{folder}/last")["received"]
     identity = trainer.load(f"{folder}/last").identity
-    return {"loaded": identity, **saved(trainer, moved)}
+    return {"stored": stored, "loaded": identity, **saved(trainer, moved)}
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +192,31 @@ def test_engines_get_the_base_and_then_the_sums(walks):
         assert {name: digest for name, (digest, *_) in synced.items()} == expected
 
 
+def apart_by_hand(rank, world_size, store, directory, factors):
+    """Digests of the model's tensors, and of the factors under peft's names."""
+    import torch
+    from safetensors.torch import load_file
+
+    from trainer_core.weights.digest import tensor_digest
+
+    named = {
+        f"base_model.model.{name}.lora_{kind.upper()}.weight": torch.from_numpy(pair[kind])
+        for name, pair in factors.items()
+        for kind in "ab"
+    }
+    tensors = load_file(f"{directory}/model.safetensors")
+    held = {"base": tensors, "adapter": named}
+    return {form: {name: tensor_digest(one) for name, one in own.items()} for form, own in held.items()}
+
+
+def test_live_adapters_are_sent_apart_from_their_base(walks):
+    model, folder, found = walks("qwen3")
+    expected = run_ranks(1, apart_by_hand, model, adapters_of(f"{folder}/last"))[0]
+    received = {form: {name: digest for name, (digest, *_) in one.items()} for form, one in found["apart"].items()}
+    assert received == expected
+    assert found["bases"] == {read_facts(Path(folder, "last")).lora.base}
+
+
 def test_a_state_is_the_adapters_and_the_digest_of_the_base(walks):
     _, folder, _ = walks("qwen3")
     held = [path for path in Path(folder, "last").iterdir() if path.suffix == ".safetensors"]
@@ -198,9 +231,11 @@ def test_layouts_train_send_and_continue_the_same(walks, family, layout, tmp_pat
     for left, right in zip(one["reports"], other["reports"], strict=True):
         assert all(left[name] == pytest.approx(right[name], rel=2e-5, abs=2e-7) for name in ("loss", "grad_norm"))
     assert one["before"] == other["before"]
+    assert (one["apart"]["base"], one["bases"]) == (other["apart"]["base"], other["bases"])
     parallel = settings(family, layout)
     moved = run_trainers(model, parallel, go_on, folder, str(tmp_path))[0]
-    assert moved["synced"] == one["synced"]
+    assert moved["synced"] == moved["stored"] == one["synced"]
+    assert (moved["apart"], moved["bases"]) == (one["apart"], one["bases"])
     for identity in (moved["loaded"], moved["identity"]):
         assert not identity.differences(one["identity"], generators=False)
 

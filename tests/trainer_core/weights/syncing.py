@@ -73,7 +73,7 @@ def counted():
             setattr(torch.distributed, name, original)
 
 
-def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=None, spoil=None):
+def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=None, spoil=None, form="whole"):
     """Plan, send and receive. Returns a dictionary: received digests, types and shapes by name (on rank 0), digests as
     sent by this rank, exchanges, object collectives, and the plan's digest.
     """
@@ -81,7 +81,7 @@ def sync(trainer, folder, version=1, arena_bytes=ARENA, between=None, stored=Non
     place.mkdir(exist_ok=True)
     channel = Channel(transport="memory", folder=str(place), receivers=1, deadline_s=60)
     with counted() as calls:
-        planned = trainer.plan_weights(version, arena_bytes)
+        planned = trainer.plan_weights(version, arena_bytes, form)
         plan = None if planned.plan is None else WeightPlan.model_validate_json(planned.plan)
         if between is not None:
             between(trainer)

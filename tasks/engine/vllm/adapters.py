@@ -1,0 +1,201 @@
+"""Live adapters: vLLM's layers of LoRA beside frozen weights, in a worker. Imports torch and vLLM.
+
+There is one slot, and every token is computed with the adapter in it: requests name none. Each update brings an adapter
+with an id of its own, so that nothing which vLLM keeps by id belongs to another one.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from vllm.lora.layers import BaseLayerWithLoRA, LoRAMapping
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.model_manager import LoRAModelManager
+from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+from storage.errors import RatchetError, SyncMismatch
+from tasks.engine.vllm.survey import named_digests
+from tasks.engine.vllm.update import Report, check_layout
+from trainer_core.lora import LoraConfig, is_target
+from trainer_core.weights.digest import tensor_digest
+from trainer_core.weights.packing import tensors_of, views
+from trainer_core.weights.plan import WeightPlan
+from trainer_core.weights.transports.ends import Receiver
+
+_FIRST = 1000  # id of an engine's first adapter; those before are of vLLM's warm-up
+
+
+class Slot(NamedTuple):
+    """Places of the two factors of one projection in the live layers."""
+
+    a: torch.Tensor  # (largest rank, in); rows beyond the adapter's rank are zeros
+    b: torch.Tensor  # (out, largest rank), with the scale of the adapter
+
+    def of(self, name: str) -> torch.Tensor:
+        """Place of the factor that peft calls so."""
+        return self.b if name.endswith(".lora_B.weight") else self.a
+
+
+class ServesOne(LoRAModelRunnerMixin):
+    """A model runner that computes all tokens with the adapter in the slot."""
+
+    def set_active_loras(
+        self,
+        input_batch: Any,
+        num_scheduled_tokens: np.ndarray,
+        num_sampled_tokens: np.ndarray | None = None,
+        *_kind: Any,
+    ) -> None:
+        """See vLLM, which would ask each request for its adapter."""
+        manager: Any = self.lora_manager._adapter_manager
+        served = manager.lora_index_to_id[0] or 0  # 0: none, as before the first update
+        sampled = len(num_scheduled_tokens) if num_sampled_tokens is None else int(num_sampled_tokens.sum())
+        tokens = int(num_scheduled_tokens.sum())
+        manager.set_adapter_mapping(LoRAMapping((served,) * tokens, (served,) * sampled, is_prefill=True))
+
+
+def manager_of(model: torch.nn.Module) -> LoRAModelManager | None:
+    """vLLM's manager of the adapters of a model; None if the engine adds none."""
+    return vars(model).get("lora_manager")
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Block in which the model has the layers of its checkpoint in place of those that add adapters to them."""
+    manager = manager_of(model)
+    wrapped: Mapping[str, BaseLayerWithLoRA] = {} if manager is None else manager.modules
+    for name, layer in wrapped.items():
+        _put(model, name, cast(Any, layer).base_layer)
+    try:
+        yield
+    finally:
+        for name, layer in wrapped.items():
+            _put(model, name, layer)
+
+
+def _put(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    model.get_submodule(parent)._modules[own] = layer
+
+
+def slots_of(manager: LoRAModelManager, config: LoraConfig) -> dict[str, Slot]:
+    """Places of the factors by Hugging Face name of the module, of those that the configuration names."""
+    found: dict[str, Slot] = {}
+    for name, layer in manager.modules.items():
+        stacked = cast(Any, layer)
+        for place, part in enumerate(manager.packed_modules.get(name, [name])):
+            if is_target(part, config.targets):
+                found[part] = Slot(stacked.lora_a_stacked[place][0, 0], stacked.lora_b_stacked[place][0, 0])
+    return found
+
+
+class AdapterUpdate:
+    """One update of a worker's adapter."""
+
+    followed = None
+    _ids = count(_FIRST)
+
+    def __init__(self, manager: LoRAModelManager, config: LoraConfig, plan: WeightPlan) -> None:
+        """Compare a plan with the live layers; nothing is written. Raises SyncMismatch: it is not what they need."""
+        check_layout(plan)
+        self._manager, self._config, self._plan = manager, config, plan
+        self._slots = slots_of(manager, config)
+        _check(plan, self._slots, config)
+        self.written = False  # True if the previous adapter is gone
+
+    def receive(self, receiver: Receiver) -> Report:
+        """Receive the adapter, put it into the slot and compare what is there with what arrived; raises as
+        `EngineProtocol.receive_update`."""
+        try:
+            with torch.no_grad():
+                return self._receive(receiver)
+        except BaseException as error:
+            receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
+            raise
+        finally:
+            receiver.close()
+
+    def _receive(self, receiver: Receiver) -> Report:
+        began, planned, arrived = time.perf_counter(), tensors_of(self._plan), dict[str, torch.Tensor]()
+        for bucket in self._plan.buckets:
+            arena = receiver.arena(bucket)
+            arrived |= {name: tensor.clone() for name, tensor in views(planned[bucket.number], arena)}
+            receiver.release(bucket)
+        got = time.perf_counter()
+        digests, held = named_digests(arrived), named_digests(self._scaled(arrived))
+        hashed = time.perf_counter()
+        self.written = True
+        _serve(self._manager, _adapter(next(self._ids), arrived, self._config))
+        loaded = time.perf_counter()
+        self._check_landed(held)
+        digest = hashed - got + time.perf_counter() - loaded
+        seconds = {"wait": got - began, "load": loaded - hashed, "digest": digest, "finish": 0.0}
+        return Report(digests, len(held), self._plan.nbytes, seconds, held, {})
+
+    def _scaled(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the slot must hold: the factors, of which B is multiplied by alpha / rank."""
+        scale = self._config.alpha / self._config.rank
+        return {name: one * scale if name.endswith(".lora_B.weight") else one for name, one in arrived.items()}
+
+    def _check_landed(self, held: Mapping[str, str]) -> None:
+        for name, landed in landed_digests(self._manager, self._config, held).items():
+            if landed != held[name]:
+                fact = f"tensor {name} was loaded otherwise than it arrived: digest {held[name]} is to be served"
+                raise SyncMismatch(f"{fact}, and {landed} is in the slot of the adapter. Sync the weights again")
+
+
+def landed_digests(
+    manager: LoRAModelManager, config: LoraConfig, names: Sequence[str] | Mapping[str, object]
+) -> dict[str, str]:
+    """Digests of the factors that the slot holds now, by peft's names."""
+    slots, rank = slots_of(manager, config), config.rank
+    found: dict[str, str] = {}
+    for name in names:
+        place = slots[_module(name)].of(name)
+        cut, rest = (
+            (place[:, :rank], place[:, rank:]) if name.endswith(".lora_B.weight") else (place[:rank], place[rank:])
+        )
+        found[name] = "other rows are not zero" if rest.any() else tensor_digest(cut.contiguous())
+    return found
+
+
+def _module(name: str) -> str:
+    """Hugging Face name of the module of a factor."""
+    return name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
+def _check(plan: WeightPlan, slots: Mapping[str, Slot], config: LoraConfig) -> None:
+    """Refuse a plan that does not fill the slots."""
+    planned = {tensor.name: tensor.shape for tensor in plan.tensors}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for module, slot in slots.items():
+        wanted[f"base_model.model.{module}.lora_A.weight"] = (config.rank, slot.a.shape[1])
+        wanted[f"base_model.model.{module}.lora_B.weight"] = (slot.b.shape[0], config.rank)
+    for name in sorted(planned.keys() | wanted.keys()):
+        if planned.get(name) != wanted.get(name):
+            raise SyncMismatch(
+                f"the update of the adapter sends {name} with the shape {planned.get(name)}, and the engine needs "
+                f"{wanted.get(name)} (None: not at all): trainer and engine must have the same [train.lora]"
+            )
+
+
+def _adapter(number: int, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> LoRAModel:
+    modules = sorted({_module(name) for name in factors})
+    loras: dict[str, LoRALayerWeights] = {}
+    for module in modules:
+        a, b = (factors[f"base_model.model.{module}.lora_{kind}.weight"] for kind in "AB")
+        loras[module] = LoRALayerWeights(module, config.rank, cast(int, config.alpha), a, b.clone())
+    return LoRAModel(number, config.rank, loras)
+
+
+def _serve(manager: LoRAModelManager, adapter: LoRAModel) -> None:
+    """Put an adapter into the slot, in place of the one before."""
+    for old in list(manager.list_adapters()):
+        manager.remove_adapter(old)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(adapter.id)
