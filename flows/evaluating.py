@@ -11,6 +11,7 @@ from flows.run import process_cluster
 from flows.views.evaluations import EvaluationRecord, evaluations
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
+from storage.manifest import need
 from storage.revisions import Revisions, read_revisions
 from storage.write_behind import WriteBehind
 from tasks.checks import check_config, prepared_stage
@@ -18,9 +19,13 @@ from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.stored import StoredConfig, read_config
 from tasks.export.choice import Chosen, choose
+from tasks.rewards.judge import Judges
 from tasks.stages.context import Performer, RunContext, directly
 from tasks.stages.evaluation import evaluation
+from tasks.stages.judging import judges_of
+from tasks.stages.names import Stage
 from tasks.stages.retrying import persistent
+from tasks.stages.views import Prepared
 from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.fleet import Fleet, engines_on
 from tasks.workers.hosts import transit
@@ -74,6 +79,16 @@ def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "
         WriteBehind() as outbox,
     ):
         yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox, folders=fleet.folders)
+
+
+@contextmanager
+def open_judges(root: Root, run: str) -> Iterator[Judges]:
+    """Open exchanges and engine of the judges of a run; the engine starts when it is first asked, and ends with the
+    block. Raises InputError: the run has stored no judge."""
+    prepare_process()
+    revisions = read_revisions(root, run)
+    with open_evaluation(run, root, read_config(root, run, revisions), "reward") as context:
+        yield judges_of(context, Prepared(need(root, run, 0, Stage.PREPARE, revisions)))
 
 
 def recorded(root: Root, run: str, digest: str) -> EvaluationRecord:

@@ -109,8 +109,8 @@ ORIGINS = (
         "rescore-unwatched",
         "a function that changes between two shares is not noticed",
         "tasks/stages/rescore.py",
-        "unchanged(score_responses(section, responses, exchanges=kept), self.made_of, what)",
-        "score_responses(section, responses, exchanges=kept)",
+        "unchanged(score_responses(section, responses, judges=judges), self.made_of, what)",
+        "score_responses(section, responses, judges=judges)",
         _SOURCES,
     ),
     Mutant(
@@ -125,8 +125,8 @@ ORIGINS = (
         "evaluation-unwatched",
         "a function that changes between two parts of an evaluation is not noticed",
         "tasks/stages/evaluation.py",
-        "unchanged(score_responses(section, responses, True, kept), self.made_of, what)",
-        "score_responses(section, responses, True, kept)",
+        "unchanged(score_responses(section, responses, True, judges), self.made_of, what)",
+        "score_responses(section, responses, True, judges)",
         _EVALUATION,
     ),
     Mutant(

@@ -13,6 +13,7 @@ from storage.parts import read_part, read_parts
 from storage.schema import PROMPTS
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
+from tasks.config.model import JUDGE_KEY, judge_section
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.backends import token_bytes
@@ -22,13 +23,15 @@ from tasks.data.sources import check_prompts, check_sources, check_stored_prompt
 from tasks.data.values import Keyed
 from tasks.environments.checking import check_environment
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
+from tasks.model_checks.judge import check_judge
 from tasks.model_checks.objective import check_engine, check_objective, check_teacher, teacher_parameters
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
+from tasks.rewards.scoring import own_judges
 from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
-from tasks.stages.prepared import MODEL, TEACHER_MODEL, stored_codec
+from tasks.stages.prepared import JUDGE_MODEL, MODEL, TEACHER_MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes, have_fp8
 from tasks.workers.placement import placement, transport
@@ -74,6 +77,8 @@ def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
     """The checks of a run that begins with another's model and prompts. Raises InputError: as `check_config`."""
     if config.model.source is not None:
         check_model(config.model, source, Prepared(prepared))
+    if (judge := judge_section(config.model, config.engines)) is not None:
+        check_model(judge, source, Prepared(prepared), JUDGE_MODEL, JUDGE_KEY)
     check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
     facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
     check_teacher(config, facts, lambda: stored_codec(source, Prepared(prepared)).backend, _device(config))
@@ -113,6 +118,7 @@ def _check_content(document: str, device: Device) -> None:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
     check_teacher(config, facts, lambda: text_codec(config).backend, device)
+    check_judge(config, device)
     if config.scores and config.environment is None:
         check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
 
@@ -155,6 +161,7 @@ def _call_stored(reward: str, _: tuple[str | None, ...], stored: Keyed[tuple[Roo
 def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str) -> None:
     check_fit(config, facts, device, where)
     _check_cards(config)
+    _check_asked(config)
     if config.environment is not None:
         check_environment(config)
     elif config.scores:
@@ -178,6 +185,23 @@ def _check_settings(config: RunConfig, facts: Facts, device: Device, where: str)
     if samples < updates:
         fact = f"{samples} samples per iteration cannot be split into train.policy.mini_batches = {updates}"
         raise InputError(f"{fact}: lower it, or raise rollout.prompts or rollout.samples")
+
+
+def _check_asked(config: RunConfig) -> None:
+    """Refuse a judge that nothing answers for, and an engine that nothing asks."""
+    scores = config.environment is None and (config.scores if config.retrain is None else config.retrain.rescore)
+    asking = own_judges(config.reward) if scores else []
+    if asking and config.engines is None:
+        raise InputError(
+            f'{asking[0].key} = "judge" has no url in its arguments, and the run has no engine that judges: give the '
+            "url of an OpenAI-compatible judge, or its model as engines.judge.source"
+        )
+    if config.engines is not None and config.retrain is None and not asking:
+        raise InputError(
+            f"engines.judge.source = {config.engines.judge.source!r} has no effect, because no reward asks that "
+            'engine: set reward.function = "judge" with arguments that have a rubric and no url, or leave '
+            "[engines.judge] out"
+        )
 
 
 def check_saving(config: RunConfig, device: Device) -> None:

@@ -1,18 +1,23 @@
-"""`ratchet reward`: tries a reward function on stored samples. No Prefect, Ray, vLLM or torch is imported."""
+"""`ratchet reward`: tries a reward function on stored samples. Ray and Prefect are imported only for a judge on an
+engine of the run."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from flows.cli.options import Common, place_in, several
 from flows.views.output import Output, figure
+from storage.backends.root import Root
 from storage.errors import InputError, StageFailed
 from tasks.config.credentials import shown_setting
 from tasks.config.document import apply_override, parse_config
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
+from tasks.rewards.judge import Judges
+from tasks.rewards.scoring import own_judges
 from tasks.rewards.trying import check_reward
 from tasks.stages.trial import Trial, Trials, try_reward
 from trainer_core.user_code import located_function, without_folder
@@ -42,13 +47,22 @@ def reward_command(
     newest = place.iteration or 0
     if not 1 <= last <= newest:
         raise InputError(f"--last {last}: iteration {newest} is the last of {newest} iterations: give 1 to {newest}")
-    with Output(json=common.json) as output:
-        trials = [try_reward(store, place.run, newest - before, section) for before in reversed(range(last))]
+    with Output(json=common.json) as output, _judges(store, place.run, section) as judges:
+        numbers = range(newest - last + 1, newest + 1)
+        trials = [try_reward(store, place.run, number, section, judges) for number in numbers]
         lines = [line for trial in trials for line in _lines(trial)]
         together = Trials(trials=tuple(trials))
         told = f"all          {together.changed} of {together.samples} samples of {last} iterations changed"
         output.result(*((trials[0], lines) if last == 1 else (together, [*lines, told])))
     return StageFailed.exit_code if any(trial.too_many for trial in trials) else 0
+
+
+def _judges(store: Root, run: str, section: RewardSection) -> AbstractContextManager[Judges | None]:
+    if not own_judges(section):
+        return nullcontext()
+    from flows.evaluating import open_judges  # imports Prefect and Ray
+
+    return open_judges(store, run)
 
 
 def _section(config: RunConfig, function: str | None, settings: Sequence[str]) -> RewardSection:

@@ -30,8 +30,8 @@ _SPELLING = re.compile(r"(?P<stage>[a-z-]+)@(?P<iteration>\d+):(?P<point>[a-z-]+
 _PLANNED, _DELIVERED, _REACHED = "planned", "delivered", "reached.jsonl"
 
 Processes = Callable[[], Mapping[str, int]]
-"""Process ids of the run's processes by victim name: `trainer-0`, `engine-0`, `core-0`, `worker-0`, `node`, and
-`environment-0`, the host of the environments of a rollout."""
+"""Process ids of the run's processes by victim name: `trainer-0`, `engine-0`, `core-0`, `worker-0`, `node`, `judge-0`,
+the engine that judges, and `environment-0`, the host of the environments of a rollout."""
 
 _ENVIRONMENT = "environment"
 _PLAYING = (Point.MID_RESPONSE, Point.MID_PART)  # of a rollout: the host of its environments is there
@@ -211,7 +211,7 @@ def _workers(config: RunConfig) -> list[str]:
 def check(config: RunConfig, faults: Sequence[Fault], regenerate: bool) -> None:
     """Refuse points and victims that the run does not have. Raises InputError, which names the first of them."""
     there = {(fault.stage, fault.iteration, fault.point) for fault in possible(config, regenerate)}
-    victims = (FLOW, NODE, *_workers(config))
+    victims = (FLOW, NODE, *_workers(config), *(["judge-0"] if config.engines is not None else []))
     for fault in faults:
         if (fault.stage, fault.iteration, fault.point) not in there:
             why = " (with stored rollouts nothing is sampled: --regenerate)" if fault.stage == Stage.ROLLOUT else ""

@@ -16,10 +16,11 @@ from tasks.config.run import RunConfig
 from tasks.data.models import count_parameters
 from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
+from tasks.model_checks.judge import judge_parameters
 from tasks.model_checks.objective import teacher_parameters
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
-from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, rank_bytes
+from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, judge_bytes, rank_bytes
 from tasks.workers.scratch import check_folders
 from trainer_core.config import Device
 
@@ -40,19 +41,23 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     """Memory of one trainer rank: weights, gradients and optimizer of the model and of a critic, and the weights of a
     reference and of a teacher."""
     engine_bytes: int  # memory of one engine: weights and key-value cache
-    stored_bytes: int  # disk for what is stored once: model, teacher and prompts
+    judge_bytes: int  # the same of the engine that judges; 0 without one
+    stored_bytes: int  # disk for what is stored once: model, teacher, judge and prompts
     state_bytes: int  # disk for the train state of one iteration; one is in shared memory too while the run is driven
     states_kept: int  # train states kept at the end, by `[storage]`
 
 
-def needs_of(config: RunConfig, device: Device, parameters: int, prompt_bytes: int, teacher: int = 0) -> Needs:
-    """Estimate the resources of a run, from the number of its model's weights, those of a teacher, and the size of its
-    tables of prompts."""
+def needs_of(
+    config: RunConfig, device: Device, parameters: int, prompt_bytes: int, teacher: int = 0, judge: int = 0
+) -> Needs:
+    """Estimate the resources of a run, from the number of its model's weights, those of a teacher and of a judge, and
+    the size of its tables of prompts."""
     weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
         device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=parameters,
         reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters, teacher),
-        engine_bytes=engine_bytes(config, parameters), stored_bytes=(parameters + teacher) * weight + prompt_bytes,
+        engine_bytes=engine_bytes(config, parameters), judge_bytes=judge_bytes(config, judge),
+        stored_bytes=(parameters + teacher + judge) * weight + prompt_bytes,
         state_bytes=parameters * (weight + optimizer) * (1 if config.train.critic is None else 2),
         states_kept=_states_kept(config),
     )  # fmt: skip
@@ -128,7 +133,14 @@ def checked(config: RunConfig) -> Checked:
         sources=_counts(prompts),
         reward=tuple(map(shown, calls)),
         notes=(*prompts.notes, *notes_of(config, codec, train), *_unsolved(prompts), *about_run),
-        needs=needs_of(config, device(config.device.kind), parameters, prompt_bytes, teacher_parameters(config)),
+        needs=needs_of(
+            config,
+            device(config.device.kind),
+            parameters,
+            prompt_bytes,
+            teacher_parameters(config),
+            judge_parameters(config),
+        ),
     )
 
 
@@ -197,9 +209,10 @@ def _needs(needs: Needs) -> list[str]:
     once, kept = size(needs.stored_bytes), f"{needs.states_kept} x {size(needs.state_bytes)}"
     whole = size(needs.stored_bytes + needs.state_bytes * needs.states_kept)
     return [
-        f"would start on {needs.device}: {needs.ranks} trainer ranks, {needs.engines} engines, {scoring}",
+        f"would start on {needs.device}: {needs.ranks} trainer ranks, {needs.engines} engines, "
+        f"{'an engine that judges, ' if needs.judge_bytes else ''}{scoring}",
         f"memory, without activations: {size(needs.rank_bytes)} a rank, {size(needs.engine_bytes)} an engine "
-        f"({needs.parameters:,} weights)",
+        f"({needs.parameters:,} weights)" + (f", {size(needs.judge_bytes)} the judge" if needs.judge_bytes else ""),
         f"disk, without samples: {whole} (model and prompts {once}, states {kept})",
     ]
 

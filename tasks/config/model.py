@@ -1,14 +1,16 @@
-"""The table `[model]`: what is trained; and the teacher, which is read in the same way."""
+"""The table `[model]`: what is trained; and teacher and judge, which are read in the same way."""
 
 from typing import Annotated
 
 from pydantic import model_validator
 
+from tasks.config.engines import EnginesSection
 from tasks.config.section import Section
 from trainer_core.marks import FILES, RUNTIME, SECRET
 from trainer_core.objectives.objective_config import DistillConfig
 
 TEACHER_KEY = "train.policy.distill.teacher"  # names the teacher, as model.source does the model
+JUDGE_KEY = "engines.judge.source"  # the same of a judge
 
 
 class GeneratedModel(Section):
@@ -61,7 +63,14 @@ class ModelSection(Section):
 
 def teacher_section(model: ModelSection, distill: DistillConfig | None) -> ModelSection | None:
     """The teacher as a model, which is found and fetched as that of the run; None if there is none."""
-    if distill is None:
-        return None
+    return None if distill is None else _found_alike(model, distill.teacher)
+
+
+def judge_section(model: ModelSection, engines: EnginesSection | None) -> ModelSection | None:
+    """The same of the model that judges on an engine of the run."""
+    return None if engines is None else _found_alike(model, engines.judge.source)
+
+
+def _found_alike(model: ModelSection, source: str) -> ModelSection:
     given = {name: dict(model)[name] for name in ("download", "token", "accept")}
-    return ModelSection(source=distill.teacher, **given)
+    return ModelSection(source=source, **given)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, JsonValue, create_model, model_valid
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
+from tasks.config.engines import EnginesSection
 from tasks.config.keys import NONE, decided
 from tasks.config.model import ModelSection
 from tasks.config.playing import EnvironmentSection
@@ -235,6 +236,10 @@ class RunConfig(Section):
     sync: Annotated[SyncSection, RUNTIME] = SyncSection()
     evaluate: Annotated[EvaluateSection, RUNTIME] = EvaluateSection()
     engine: Annotated[EngineSection, RUNTIME] = EngineSection()
+    # runs without one do not have the key in their meaning
+    engines: Annotated[EnginesSection | None, decides("prepare", "reward", "rescore", "evaluate")] = Field(
+        default=None, exclude_if=operator.not_
+    )
     workers: Annotated[WorkersSection, RUNTIME] = WorkersSection()
     device: Annotated[DeviceSection, RUNTIME] = DeviceSection()
     storage: Annotated[StorageSection, RUNTIME] = StorageSection()

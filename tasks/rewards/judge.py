@@ -1,4 +1,4 @@
-"""A judge: a model at an OpenAI-compatible address that scores responses by a rubric.
+"""A judge: a model, at an OpenAI-compatible address or on an engine of the run, that scores responses by a rubric.
 
 It runs in the calling process, with threads and deadlines of its own: what was asked is kept in the run's root, which
 no scoring process can reach. An exchange is kept once a score was read from it, so a failure is asked again."""
@@ -7,24 +7,26 @@ import json
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import httpx
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.digest import value_digest
-from storage.errors import InputError
+from storage.errors import InputError, RatchetError
 from storage.exchanges import Exchange
+from tasks.rewards.answering import LONGEST_WAIT_S, Address, Respondent, Unanswered
 from tasks.rewards.sample import Score, failed
 from tasks.rewards.words import shown
 from trainer_core.config import Frozen
 
 _FIELD = re.compile(r"\{(\w+)\}")
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 60.0
-_TRANSIENT = (408, 409, 425, 429)
+_FIRST_WAIT_S = 0.25
+_OF_AN_ADDRESS = ("model", "api_key", "seconds", "per_minute")
 
 
 class Exchanges(Protocol):
@@ -46,10 +48,10 @@ class Remembered(dict[str, Exchange]):
 class Judge(Frozen):
     """Settings of a judge, the arguments of the reward function `judge`."""
 
-    url: str = Field(pattern=r"^https?://")
-    """Base URL, to which `/chat/completions` is appended."""
-    model: str
-    """Model that judges."""
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    """Base URL, to which `/chat/completions` is appended; without one the run's engine `[engines.judge]` is asked."""
+    model: str = ""
+    """Model that judges, by its name at the URL."""
     rubric: str
     """Message to the judge. `{response}` stands for the response, and `{name}` for a field of the record."""
     api_key: str = ""
@@ -89,6 +91,15 @@ class Judge(Frozen):
             raise ValueError("it has no group: put the number of the score in brackets, as in 'score: ([0-9]+)'")
         return score
 
+    @model_validator(mode="after")
+    def _for_an_address(self) -> "Judge":
+        if self.url is not None and not self.model:
+            raise ValueError("a judge at a URL needs the name of its model: set model")
+        given = [name for name in _OF_AN_ADDRESS if self.url is None and name in self.model_fields_set]
+        if given:
+            raise ValueError(f"{', '.join(given)} has no effect without url, on an engine of the run: leave it out")
+        return self
+
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> "Judge":
         """The judge of a configuration. Raises InputError: an argument is unknown, missing or cannot be used."""
@@ -96,8 +107,8 @@ class Judge(Frozen):
             return cls.model_validate(dict(arguments))
         except ValidationError as flaws:
             first = flaws.errors(include_url=False, include_input=False)[0]
-            name = ".".join(map(str, first["loc"]))
-            fact = f"reward.arguments.{name} of the judge: {first['msg']}"
+            name = ".".join(["reward.arguments", *map(str, first["loc"])])
+            fact = f"{name} of the judge: {first['msg']}"
             raise InputError(f"{fact}. Its arguments are {', '.join(cls.model_fields)}") from None
 
     def question(self, record: Mapping[str, Any], response: str) -> dict[str, Any]:
@@ -106,7 +117,7 @@ class Judge(Frozen):
         text = _FIELD.sub(lambda found: _text(given[found[1]]), self.rubric)
         messages = [{"role": "user", "content": text}]
         return {
-            "model": self.model,
+            **({} if self.url is None else {"model": self.model}),
             "messages": messages,
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
@@ -124,20 +135,12 @@ class Judge(Frozen):
         return float(found[-1] if isinstance(found[-1], str) else found[-1][0]) / self.scale
 
 
-class _Failed(Exception):
-    """A request that failed; `after_s` is the time to wait that the address asks for."""
-
-    def __init__(self, score: Score, after_s: float = 0.0, final: bool = False) -> None:
-        super().__init__(score.detail)
-        self.score, self.after_s, self.final = score, after_s, final
-
-
 @dataclass
 class _Asking:
-    """A judge with its connections; used by several threads."""
+    """A judge with whoever answers for it; used by several threads."""
 
     judge: Judge
-    client: httpx.Client
+    respondent: Respondent
     exchanges: Exchanges
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _pace: threading.Lock = field(default_factory=threading.Lock)
@@ -149,7 +152,7 @@ class _Asking:
             body = self.judge.question(record, response)
         except KeyError as lacking:
             return failed("exception", f"the rubric names {lacking}, which the record lacks")
-        digest = value_digest([self.judge.url, body])
+        digest = value_digest([self.respondent.name, body])
         with self._locks.setdefault(digest, threading.Lock()):  # equal responses are asked about once
             if (kept := self.exchanges.find(digest)) is None:
                 return self._asked(digest, json.dumps(body))
@@ -164,35 +167,25 @@ class _Asking:
             attempt += 1
             try:
                 kept = self.exchanges.keep(digest, self._once(text, attempt))
-            except _Failed as failure:
+            except Unanswered as failure:
                 if failure.final or attempt > self.judge.retries:
                     return failure.score
-                time.sleep(failure.after_s or min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S))
+                if not self.respondent.exact:
+                    time.sleep(failure.after_s or min(_FIRST_WAIT_S * 2**attempt, LONGEST_WAIT_S))
             else:
                 return Score(self.judge.read(kept.response), "ok")
 
     def _once(self, text: str, attempt: int) -> Exchange:
         self._wait()
         begun = time.monotonic()
+        answer = self.respondent.answer(text, attempt)
         try:
-            answer = self.client.post("chat/completions", content=text, headers={"content-type": "application/json"})
-            answer.raise_for_status()
-            self.judge.read(answer.text)
-        except httpx.TimeoutException:
-            raise _Failed(failed("timeout", f"the judge did not answer within {self.judge.seconds:g} s")) from None
-        except httpx.HTTPStatusError as error:
-            code = error.response.status_code
-            detail = f"the judge answered with status {code}: {shown(error.response.text)}"
-            final = code < 500 and code not in _TRANSIENT
-            raise _Failed(failed("exception", detail), _asks_to_wait(error.response), final) from None
-        except httpx.HTTPError as error:
-            raise _Failed(
-                failed("exception", f"the judge cannot be reached: {type(error).__name__}: {error}")
-            ) from None
+            self.judge.read(answer)
         except ValueError as flaw:
-            raise _Failed(failed("no_number", str(flaw))) from None
+            final = self.respondent.exact and not self.judge.temperature
+            raise Unanswered(failed("no_number", str(flaw)), final=final) from None
         spent = time.monotonic() - begun
-        return Exchange(url=self.judge.url, request=text, response=answer.text, seconds=spent, attempts=attempt)
+        return Exchange(url=self.respondent.name, request=text, response=answer, seconds=spent, attempts=attempt)
 
     def _wait(self) -> None:
         """Wait for the turn of the next request."""
@@ -204,9 +197,18 @@ class _Asking:
         time.sleep(max(0.0, begins - time.monotonic()))
 
 
+@dataclass(frozen=True)
+class Judges:
+    """Exchanges and engine of the judges of a run."""
+
+    exchanges: Exchanges = field(default_factory=Remembered)
+    engine: Respondent | None = None
+    """The run's engine for a judge without a URL; None if it has none."""
+
+
 def judge(record: Mapping[str, Any], response: str, **arguments: Any) -> float:
     """Ask a judge once about a response, without keeping anything. Raises ValueError: it gave no score."""
-    (score,) = judged(arguments, [(record, response)], Remembered())
+    (score,) = judged(arguments, [(record, response)], Judges())
     if score is None or score.reward is None:
         raise ValueError("" if score is None else score.detail)
     return score.reward
@@ -215,36 +217,46 @@ def judge(record: Mapping[str, Any], response: str, **arguments: Any) -> float:
 def judged(
     arguments: Mapping[str, Any],
     responses: Sequence[tuple[Mapping[str, Any], str]],
-    exchanges: Exchanges,
+    judges: Judges,
     allowed: int | None = None,
     cleaned: Callable[[str], str] = str,
 ) -> list[Score | None]:
     """Scores of responses to records. After `allowed` failures no more are asked: their scores are None. What is told
-    of a failure is `cleaned` of secrets. Raises InputError: an argument cannot be used."""
+    of a failure is `cleaned` of secrets. Raises InputError (an argument cannot be used) or WorkerLost (the engine that
+    judges has died)."""
     settings = Judge.of(arguments)
-    bearer = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    failures, lock = [0], threading.Lock()
+    failures, over = deque[None](), threading.Event()
 
     def score(one: tuple[Mapping[str, Any], str]) -> Score | None:
-        if allowed is not None and failures[0] > allowed:
+        if over.is_set():
             return None
-        found = asking.score(*one)
+        try:
+            found = asking.score(*one)
+        except RatchetError:
+            over.set()
+            raise
         if found.reward is None:
-            with lock:
-                failures[0] += 1
+            failures.append(None)
+        if allowed is not None and len(failures) > allowed:
+            over.set()
         return Score(found.reward, found.status, cleaned(found.detail), found.reason)
 
-    base = f"{settings.url.rstrip('/')}/"
-    with httpx.Client(base_url=base, timeout=settings.seconds, headers=bearer) as client:
-        asking = _Asking(settings, client, exchanges)
+    with _respondent(settings, judges.engine) as respondent:
+        asking = _Asking(settings, respondent, judges.exchanges)
         with ThreadPoolExecutor(settings.at_once) as threads:
             return list(threads.map(score, responses))
 
 
+def _respondent(settings: Judge, engine: Respondent | None) -> AbstractContextManager[Respondent]:
+    if settings.url is not None:
+        return Address.opened(settings.url, settings.api_key, settings.seconds)
+    if engine is None:
+        raise InputError(
+            "the reward `judge` has no reward.arguments.url, and the run has no engine for it: give the URL of an "
+            "OpenAI-compatible judge, or start a new run with the judge's model as engines.judge.source"
+        )
+    return nullcontext(engine)
+
+
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _asks_to_wait(answer: httpx.Response) -> float:
-    given = answer.headers.get("retry-after", "")
-    return min(float(given), _LONGEST_WAIT_S) if given.replace(".", "", 1).isdigit() else 0.0

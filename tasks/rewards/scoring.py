@@ -12,7 +12,7 @@ from storage.digest import bytes_digest
 from tasks.config.environment import without_secrets
 from tasks.config.reward import RewardFunction, RewardSection
 from tasks.rewards.calling import Caller, NotFinite, weighted
-from tasks.rewards.judge import Exchanges, Remembered, judged
+from tasks.rewards.judge import Judges, judged
 from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes, source_in_process
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score, failed
@@ -31,14 +31,15 @@ class Scores:
 
 
 def score_responses(
-    section: RewardSection, responses: Sequence[Response], patient: bool = False, exchanges: Exchanges | None = None
+    section: RewardSection, responses: Sequence[Response], patient: bool = False, judges: Judges | None = None
 ) -> Scores:
     """Score all responses with all functions of the section; `patient` goes on when more have failed than
-    `reward.max_failures` allows. Judges find and keep what was asked in `exchanges`. Raises InputError (a function
-    cannot be found, or a secret is not set), or StageFailed (a function cannot be imported)."""
+    `reward.max_failures` allows. `judges` has what was asked before, and an engine. Raises InputError (a function
+    cannot be found, or a secret is not set), StageFailed (a function cannot be imported), or WorkerLost (the engine
+    that judges has died)."""
     allowed = None if patient else max(failures_allowed(section.max_failures, len(responses)), EXAMPLES - 1)
-    kept = Remembered() if exchanges is None else exchanges
-    found = {part.name: _scored(section, part, responses, allowed, kept) for part in section.parts}
+    judges = judges or Judges()
+    found = {part.name: _scored(section, part, responses, allowed, judges) for part in section.parts}
     sources = _by_function(section, {name: one.source for name, one in found.items()})
     if not section.functions:
         return Scores(found[""].scores, sources)
@@ -70,7 +71,15 @@ def scoring_processes(section: RewardSection) -> int:
 
 def notices(section: RewardSection) -> list[str]:
     """Notices for people about the scoring of responses."""
+    if section.tried and own_judges(section):
+        return ["the reward is not called on records before the run: its judge is an engine that starts with the run"]
     return [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
+
+
+def own_judges(section: RewardSection) -> list[RewardFunction]:
+    """The functions of the section that ask the run's engine `[engines.judge]`."""
+    asking = [part for part in section.parts if find_reward(part.function, part.key).asks]
+    return [part for part in asking if "url" not in part.arguments]
 
 
 def equal_groups(rewards: pa.Table) -> float:
@@ -116,13 +125,13 @@ def _scored(
     part: RewardFunction,
     responses: Sequence[Response],
     allowed: int | None,
-    exchanges: Exchanges,
+    judges: Judges,
 ) -> Scored:
     order = order_of(section, part)
     version = order.target.version
     if order.target.asks:
         asked = [(one.record, one.text) for one in responses]
-        found = judged(values_of(order.arguments), asked, exchanges, allowed, without_secrets)
+        found = judged(values_of(order.arguments), asked, judges, allowed, without_secrets)
         return Scored(found, f"version {version}")
     if section.processes or order.target.needs_process:
         scored = score_in_processes(order, responses, max(section.processes, 1), allowed)

@@ -20,7 +20,7 @@ from tasks.rewards.pool import Refused, Response, Worker, score_in_processes
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score
 from tasks.rewards.sandbox import check_sandbox
-from tasks.rewards.scoring import failures_allowed, order_of, score_responses, scoring_processes
+from tasks.rewards.scoring import failures_allowed, order_of, own_judges, score_responses, scoring_processes
 from trainer_core.effects import Unused, without_effect
 
 WRONG = "I do not know."  # the response that is wrong for every record
@@ -103,7 +103,7 @@ def call_reward(section: RewardSection, prompts: pa.Table, codec: TextCodec) -> 
     `prompts` has the columns `prompt_id`, `answer` and `record` of the prompt schema; `codec` is for functions that
     look at tokens. Raises InputError: more calls than `reward.max_failures` have no score, or the function cannot be
     used."""
-    if not section.tried:
+    if not section.tried or own_judges(section):
         return []
     rows = sorted({int(row) for row in np.linspace(0, len(prompts) - 1, _RECORDS)})
     asked = [one for row in rows for one in _responses(prompts, row, codec)]

@@ -15,6 +15,7 @@ from storage.revisions import FIRST, Revisions
 from storage.write_behind import WriteBehind
 from tasks.config.identity import Document, settings_digest
 from tasks.config.run import RunConfig
+from tasks.rewards.engine_judge import Questions
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 from tasks.workers.folders import Folders
@@ -109,6 +110,7 @@ class RunContext:
     go_on: Callable[[], None] = lambda: None  # called while a rollout samples; raises if it is to end
     revisions: Revisions = FIRST  # the run's revisions, seen from the one that is worked on
     folders: Folders = field(default_factory=Folders)  # folders that ranks and engines read and write
+    questions: Questions = field(default_factory=Questions)  # to the engine that judges
     documents: Mapping[str, Document] = field(default_factory=dict)
     """Configurations of the run's revisions, by digest, if they differ."""
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 
 from storage.digest import value_digest
-from storage.exchanges import RunExchanges
 from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import REWARD, ROLLOUT
@@ -26,6 +25,7 @@ from tasks.environments.scores import Kept, play_metrics
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses, sources_of, useful_groups
+from tasks.stages.judging import judges_of
 from tasks.stages.prepared import prompts, records_of, shares, text_codec
 from tasks.stages.scored import accepted, responses_of, scored_by, unchanged, with_scores
 from tasks.stages.stage import Work
@@ -136,9 +136,9 @@ class Refill:
     def _score(self) -> pa.Table:
         """Score the newest draw. Too many failures are those of all draws so far."""
         section, done = self.work.config.reward, self._rewards.num_rows
-        what, kept = f"rollout of iteration {self.work.iteration}", RunExchanges(self.work.root, self.work.writer.run)
+        what, judges = f"rollout of iteration {self.work.iteration}", judges_of(self.work.context, self.prepared)
         responses = scorable(self.work, self.prepared, self._samples)
-        scored = unchanged(score_responses(section, responses[done:], bool(done), kept), self._made_of, what)
+        scored = unchanged(score_responses(section, responses[done:], bool(done), judges), self._made_of, what)
         scores = accepted([*_scores(self._rewards), *scored.scores], responses, section.max_failures, what)
         return with_scores(self._samples.slice(done), scores[done:], REWARD)
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from storage.digest import value_digest
-from storage.exchanges import RunExchanges
 from storage.schema import EVALUATION, fingerprint
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.engine.protocol import Sampling, token_rows
@@ -15,6 +14,7 @@ from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses
 from tasks.stages.conversations import environment_source, played_once, tasks_of
+from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
@@ -45,7 +45,7 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     if sources:
         scored = Scores([one.score.score for one in played], sources)
     else:
-        scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
+        scored = score_responses(section, responses, judges=judges_of(work.context, prepared))
     scores = accepted(scored.scores, responses, section.max_failures, f"evaluate of iteration {work.iteration}")
     result = with_scores(answers, scores, EVALUATION)
     condition = condition_of(result, section, work.config.evaluate.passing)

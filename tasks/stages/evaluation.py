@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from storage.digest import value_digest
 from storage.errors import InputError
-from storage.exchanges import RunExchanges
 from storage.manifest import Manifest, Part, commit, find
 from storage.parallel import each
 from storage.parts import PartWriter, flat, read_parts
@@ -34,6 +33,7 @@ from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.context import Portion, RunContext
 from tasks.stages.conversations import environment_source, played_once, tasks_of
+from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts, records_of, text_codec
 from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
@@ -247,8 +247,8 @@ class _Asked:
         iteration = self.writer.iteration
         responses = responses_of(answers, self.codec, records_of(rows), iteration)
         what = f"evaluation of iteration {iteration}"
-        section, kept = self.context.config.reward, RunExchanges(self.context.root, self.writer.run)
-        scored = unchanged(score_responses(section, responses, True, kept), self.made_of, what)
+        section, judges = self.context.config.reward, judges_of(self.context, self.prepared)
+        scored = unchanged(score_responses(section, responses, True, judges), self.made_of, what)
         return self._with_scores(answers, [score for score in scored.scores if score is not None])
 
     def _with_scores(self, answers: pa.Table, scores: Sequence[Score]) -> pa.Table:

@@ -6,6 +6,7 @@ from storage.ownership.scratch import scratch
 from storage.schema import PROMPTS, fingerprint
 from tasks.data.models import fill_model_directory
 from tasks.data.sources import Prompts, codec_of, prompts_of
+from tasks.stages.judging import store_judge
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL
 from tasks.stages.stage import StageOutput, Work, stage
@@ -22,10 +23,10 @@ def prepare(work: Work) -> StageOutput:
         codec = codec_of(config, directory)
         prompts = prompts_of(config, codec)
         model = writer.write_files(directory, names, MODEL)
-    teacher = store_teacher(writer, config)
+    others = (*store_teacher(writer, config), *store_judge(writer, config))
     data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in prompts.tables.items()]
     return StageOutput(
-        parts=(*model, *teacher, *data),
+        parts=(*model, *others, *data),
         schema_fingerprint=fingerprint(PROMPTS),
         facts={
             "cursor": 0,

@@ -20,7 +20,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared
 
 MODEL = "model/"  # prefix of the names of the model's parts
-TEACHER_MODEL = "teacher/"  # the same of a teacher's
+TEACHER_MODEL, JUDGE_MODEL = "teacher/", "judge/"  # the same of a teacher's, and of a judge's
 
 _TABLES = 3
 

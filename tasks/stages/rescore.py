@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from storage.digest import value_digest
-from storage.exchanges import RunExchanges
 from storage.manifest import Part
 from storage.parts import read_parts
 from storage.schema import REWARD, SELECTION, fingerprint
@@ -21,6 +20,7 @@ from tasks.config.identity import settings_digest
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of
+from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import records_of, text_codec
 from tasks.stages.scored import accepted, responses_of, unchanged, with_scores
@@ -82,8 +82,8 @@ class _Scoring:
         """The scores of some shares, by the same processes: each costs a second to start."""
         section = self.work.config.reward
         responses = [response for table in tables for response in self._responses(table)]
-        kept = RunExchanges(self.work.root, self.work.writer.run)
-        scored = unchanged(score_responses(section, responses, exchanges=kept), self.made_of, what)
+        judges = judges_of(self.work.context, self.prepared)
+        scored = unchanged(score_responses(section, responses, judges=judges), self.made_of, what)
         scores = accepted(scored.scores, responses, section.max_failures, what)
         ends = np.cumsum([table.num_rows for table in tables])
         pairs = zip(tables, ends.tolist(), strict=True)

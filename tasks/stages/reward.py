@@ -6,13 +6,13 @@ from typing import cast
 import numpy as np
 from pydantic import JsonValue
 
-from storage.exchanges import RunExchanges
 from storage.parts import read_part, read_table
 from storage.schema import REWARD, ROLLOUT, fingerprint
 from tasks.config.evaluation import SCORED_BY, SOURCE
 from tasks.environments.scores import read_scores
 from tasks.rewards.scoring import Scores, equal_groups, score_responses
 from tasks.stages.draws import scorable, scored_before
+from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.scored import REPLACED, accepted, metrics, scored_by, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
@@ -29,7 +29,7 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     responses = scorable(work, prepared, table)
     scored = _played(work, rollouts) if work.config.environment is not None else scored_before(work, rollouts)
     if scored is None:
-        scored = score_responses(section, responses, exchanges=RunExchanges(work.root, work.writer.run))
+        scored = score_responses(section, responses, judges=judges_of(work.context, prepared))
     scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
     result = with_scores(table, scores, REWARD)
     mean = np.mean(result["reward"].drop_null().to_numpy())

@@ -16,6 +16,7 @@ from storage.revisions import Revisions, read_revisions
 from storage.schema import PROMPTS, REWARD, ROLLOUT
 from storage.turns import with_finish_reasons
 from tasks.config.reward import RewardSection
+from tasks.rewards.judge import Judges
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses
@@ -72,12 +73,12 @@ class Trials(BaseModel, frozen=True, extra="forbid"):
         return sum(one.changed or 0 for one in self.trials)
 
 
-def try_reward(root: Root, run: str, iteration: int, section: RewardSection) -> Trial:
-    """Score the stored samples of an iteration. Raises InputError (the iteration has no samples, or the function cannot
-    be found) or StageFailed (the function cannot be imported)."""
+def try_reward(root: Root, run: str, iteration: int, section: RewardSection, judges: Judges | None = None) -> Trial:
+    """Score the stored samples of an iteration; `judges` has the engine of a judge without a URL. Raises InputError
+    (the iteration has no samples, or the function cannot be found) or StageFailed (the function cannot be imported)."""
     seen = read_revisions(root, run)  # once: samples and scores of one revision
     responses = _stored_responses(root, run, iteration, seen)
-    scored = score_responses(section, responses, patient=True, exchanges=RunExchanges(root, run))
+    scored = score_responses(section, responses, patient=True, judges=judges or Judges(RunExchanges(root, run)))
     scores = [score for score in scored.scores if score is not None]
     before = _stored_rewards(root, run, iteration, seen)
     counted = metrics(scores)

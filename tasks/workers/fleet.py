@@ -7,11 +7,11 @@ after the run, so that the next flow process finds them; what they hold is used 
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -19,7 +19,7 @@ from storage.digest import value_digest
 from storage.errors import InputError, RatchetError, WorkerLost
 from storage.ownership.scratch import new_folder
 from tasks.config.environment import engine_environment
-from tasks.config.run import RunConfig
+from tasks.config.run import EngineSection, RunConfig
 from tasks.engine.own import find_engine
 from tasks.engine.protocol import EngineSpec
 from tasks.engine.start import start_engine
@@ -29,12 +29,13 @@ from tasks.workers.engines import EngineHandle
 from tasks.workers.folders import Folders
 from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
 from tasks.workers.meeting import forget
-from tasks.workers.placement import Placement, bundles, engines_on_a_card, placement, taken, transport
+from tasks.workers.placement import Placement, bundles, card_of_judge, engines_on_a_card, placement, taken, transport
 from tasks.workers.ranks import RankActors, Standby, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
-from trainer_core.config import Device, TrainerConfig
+from trainer_core.config import Device, Precision, TrainerConfig
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_DTYPES: Mapping[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
+_VLLM = EngineSection()  # names no engine of the user's own
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Fleet:
         self._config = config
         self._cluster = cluster
         self._engines: list[EngineHandle] = []
+        self._judge: EngineHandle | None = None
         self._trainers: TrainerGroup | None = None
         self._trained_under: TrainerConfig | None = None
         self._ranks: RankActors | None = None
@@ -129,7 +131,7 @@ class Fleet:
         try:
             self._cluster.check_alive()
         except WorkerLost:
-            self._engines, self._trainers, self._ranks, self._standby = [], None, None, Standby()
+            self._engines, self._judge, self._trainers, self._ranks, self._standby = [], None, None, None, Standby()
             raise
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
@@ -151,6 +153,18 @@ class Fleet:
         places = range(self._config.engine.count)
         self._engines = [kept[place] if place in kept else self._engine(place, spec) for place in places]
         return list(self._engines)
+
+    def judge(self, model_dir: Path) -> EngineHandle:
+        """As `Workers.judge`. Raises besides InputError as `engines`."""
+        with self._starting:
+            self._connect()
+            if self._judge is None or not self._judge.alive():
+                self._reserve("judge")
+                spec, cards = self.judge_spec(model_dir), card_of_judge(self._cluster.settings, self.device)
+                resource = "CPU" if self.device == "cpu" else "GPU"
+                seats = [self._seats["judge"].options(0, {resource: 1.0})] if self._seats else []
+                self._judge = self._serving("judge", spec, cards, seats)
+            return self._judge
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
         """As `Workers.trainers`. Raises besides InputError as `engines`, or if there are fewer cards than ranks."""
@@ -174,18 +188,20 @@ class Fleet:
         ranks = self._trainers.processes() if self._trainers is not None and self._trainers.alive() else []
         engines = [process for engine in self._engines if engine.alive() for process in engine.processes()]
         found = {f"trainer-{rank}": process for rank, process in enumerate(ranks)}
+        if self._judge is not None and self._judge.alive():
+            found["judge-0"] = self._judge.processes()[0]
         for place, process in enumerate(engines):
             found |= {f"engine-{place}": process, **dict(inside(process, place, self._config.engine.tensor))}
         return found if self._cluster.node is None else {**found, "node": self._cluster.node}
 
     def close(self) -> None:
         """End the processes, including those on a cluster."""
-        for engine in self._engines:
+        for engine in (*self._engines, *([] if self._judge is None else [self._judge])):
             engine.end()
         if self._trainers is not None:
             self._trainers.end()
         self._standby.end()
-        self._engines, self._trainers = [], None
+        self._engines, self._judge, self._trainers = [], None, None
 
     def _release(self) -> None:
         try:
@@ -199,8 +215,8 @@ class Fleet:
             )
 
     def _reserve(self, role: str) -> None:
-        """Have Ray keep room for the processes of a role, `trainers` or `engines`, on a cluster. Raises InputError,
-        WorkerLost: as `reserve`."""
+        """Have Ray keep room for the processes of a role, `trainers`, `engines` or `judge`, on a cluster. Raises
+        InputError, WorkerLost: as `reserve`."""
         if not isinstance(self.folders, HostFolders):
             return
         if self._config.workers.standby and self.device == "cuda":
@@ -248,8 +264,7 @@ class Fleet:
 
     def engine_spec(self, model_dir: Path) -> EngineSpec:
         """Arguments that the engines are started with; raises as `device`."""
-        section = self._config.engine
-        fast = self.device == "cuda" and self._config.device.deterministic is not True
+        section, fast = self._config.engine, self._fast
         sharing = engines_on_a_card(section, self._cards) if self.device == "cuda" else 1
         return EngineSpec.model_validate(
             {
@@ -272,6 +287,28 @@ class Fleet:
             }
         )
 
+    def judge_spec(self, model_dir: Path) -> EngineSpec:
+        """The same of the engine that judges."""
+        assert self._config.engines is not None
+        section, fast = self._config.engines.judge, self._fast
+        return EngineSpec(
+            model_dir=str(model_dir),
+            dtype=_DTYPES[section.precision],
+            max_model_len=section.max_model_len,
+            max_num_seqs=section.max_num_seqs,
+            kv_cache_bytes=None if section.kv_cache_mib is None else section.kv_cache_mib << 20,
+            device=self.device,
+            gpu_memory_utilization=section.gpu_memory_utilization,
+            enforce_eager=not (fast and self._config.engine.cuda_graphs),
+            async_scheduling=fast and self._config.engine.async_scheduling,
+            together=not fast,
+            own_core=fast,
+        )
+
+    @property
+    def _fast(self) -> bool:
+        return self.device == "cuda" and self._config.device.deterministic is not True
+
     @property
     def _cards(self) -> int:
         """Cards that engines may share: those that are visible, or on a cluster those of the ranks."""
@@ -279,21 +316,32 @@ class Fleet:
         return len(settings.gpus) if settings.local else self._config.train.parallel.world_size
 
     def _engine(self, place: int, spec: EngineSpec) -> EngineHandle:
-        labels = [f"engine {place}"]
-        role = f"{self._run}/engine-{place}"
-        cards = self.placement().engines[place]
-        section = self._config.engine
-        prefix = f"{role}/{engine_digest(spec, cards, section.source)}"
+        return self._serving(
+            f"engine-{place}", spec, self.placement().engines[place], self._seat_of_engine(place), self._config.engine
+        )
+
+    def _serving(
+        self,
+        name: str,
+        spec: EngineSpec,
+        cards: tuple[str, ...],
+        seats: list[dict[str, Any]],
+        own: EngineSection = _VLLM,
+    ) -> EngineHandle:
+        """An engine under a name of the run: one that an earlier flow process has left, or a new one; of the user's
+        class, if `own` names it."""
+        labels, role = [name.replace("-", " ")], f"{self._run}/{name}"
+        prefix = f"{role}/{engine_digest(spec, cards, own.source)}"
         group, settings = self._found(role, prefix, labels), self._cluster.settings
         if group is None:
             environment = engine_environment(spec.device, cards, settings.local)
             names = fresh_names(prefix, 1)
             meeting_place = new_folder() if spec.tensor > 1 and settings.local else None
-            actors = spawn(names, [environment], not settings.local, self._seat_of_engine(place))
+            actors = spawn(names, [environment], not settings.local, seats)
             group = RankActors(labels, actors, meeting_place)
             folder = None if meeting_place is None else str(meeting_place)
-            own = None if section.function is None else find_engine(section.function, section.source)
-            group.start(start_engine, [(spec, folder, own)], self._config.workers.start_deadline_s)
+            named = None if own.function is None else find_engine(own.function, own.source)
+            group.start(start_engine, [(spec, folder, named)], self._config.workers.start_deadline_s)
         return EngineHandle.of(group, self._config.workers)
 
     def _trainer_group(self, model_dir: str, config: TrainerConfig) -> TrainerGroup:

@@ -40,7 +40,7 @@ _ANSWER_S = 60.0  # the first process of a host imports for some seconds
 _FILES_S = 3600.0
 _CLOCKS_S = 60.0  # S3 refuses what is signed a quarter of an hour off
 
-_STRATEGY = {"trainers": "PACK", "engines": "SPREAD"}
+_STRATEGY = {"trainers": "PACK", "engines": "SPREAD", "judge": "PACK"}
 
 Bundles = Sequence[Mapping[str, float]]
 

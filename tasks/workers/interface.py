@@ -25,6 +25,11 @@ class Workers(Protocol):
         Raises WorkerLost: what they run under has died since it was started."""
         ...
 
+    def judge(self, model_dir: Path) -> EngineHandle:
+        """The engine of `[engines.judge]`, which serves the model in `model_dir`; one that has died is replaced. Raises
+        as `engines`."""
+        ...
+
     def placement(self) -> Placement:
         """The cards of ranks and engines. Raises InputError: not on this machine."""
         ...

@@ -73,11 +73,13 @@ def placement(config: RunConfig, settings: Settings) -> Placement:
 
 
 def bundles(config: RunConfig, device: Device) -> dict[str, list[dict[str, float]]]:
-    """Bundles that Ray keeps on a cluster, each on one host: for the role `trainers` one for each tensor group, and
-    for `engines` one for each, unless they share the ranks' cards."""
+    """Bundles that Ray keeps on a cluster, each on one host: for the role `trainers` one for each tensor group, for
+    `judge` one, and for `engines` one for each, unless they share the ranks' cards."""
     resource, parallel, section = "CPU" if device == "cpu" else "GPU", config.train.parallel, config.engine
     groups = parallel.world_size // parallel.tensor
     found = {"trainers": [{resource: float(parallel.tensor)}] * groups}
+    if config.engines is not None:
+        found["judge"] = [{resource: 1.0}]
     if config.retrain is not None:
         return found
     if device == "cpu" or section.cards == "own":
@@ -95,6 +97,11 @@ def taken(config: RunConfig, device: Device) -> tuple[dict[str, float], dict[str
         return {resource: 1.0}, {resource: float(config.engine.tensor)}
     sharing = math.ceil(config.engine.count / config.train.parallel.world_size)
     return {"GPU": _OF_A_RANK}, {"GPU": math.floor((1 - _OF_A_RANK) / sharing * 1e4) / 1e4}
+
+
+def card_of_judge(settings: Settings, device: Device) -> tuple[str, ...]:
+    """The card of the engine that judges: the last visible one. Ray chooses it on a cluster."""
+    return settings.gpus[-1:] if device == "cuda" and settings.local else ()
 
 
 def engines_on_a_card(section: EngineSection, cards: int) -> int:

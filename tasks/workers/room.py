@@ -32,6 +32,15 @@ def engine_bytes(config: RunConfig, parameters: int) -> int:
     return parameters * WEIGHT[config.engine.precision] + (KV_CACHE_BYTES_ON_CPU if mib is None else mib << 20)
 
 
+def judge_bytes(config: RunConfig, parameters: int) -> int:
+    """The same of the engine that judges, whose model has so many parameters; 0 without one."""
+    if config.engines is None:
+        return 0
+    section = config.engines.judge
+    cache = KV_CACHE_BYTES_ON_CPU if section.kv_cache_mib is None else section.kv_cache_mib << 20
+    return parameters * WEIGHT[section.precision] + cache
+
+
 def check_room(config: RunConfig, parameters: int, teacher: int, place: Placement, card_bytes: int) -> None:
     """Refuse rollouts beside a training on cards that cannot hold a rank and engines at once; parameters as
     `rank_bytes`. Raises InputError."""

@@ -153,6 +153,9 @@ class SmallFleet:
             self._engine = self._group((ENGINE,))
         return [EngineHandle(self._ready(self._engine, SmallEngine, [(str(model_dir),)]), self._config.workers)]
 
+    def judge(self, model_dir: Path) -> EngineHandle:
+        raise AssertionError("these workers judge nothing")
+
     def placement(self) -> Placement:
         return PLACEMENT
 

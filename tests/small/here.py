@@ -91,6 +91,9 @@ class WorkersHere:
         self._engines += [EngineHandle(group, self._config.workers) for group in made]
         return self._engines
 
+    def judge(self, model_dir: Path) -> EngineHandle:
+        raise AssertionError("these workers judge nothing")
+
     def placement(self) -> Placement:
         return PLACEMENT
 

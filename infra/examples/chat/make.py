@@ -162,7 +162,7 @@ def main() -> None:
     write_lines(folder / "solved.jsonl", demonstrations(train, rng))
     texts = [SYSTEM, *(f"{one.text}\n{one.solution(careful=True)}" for one in train[:4000])]
     if folder.resolve() != HERE:
-        for name in ("chat.toml", "lora.toml"):
+        for name in ("chat.toml", "lora.toml", "judge.toml"):
             shutil.copy(HERE / name, folder)
     make_model(folder / "model", make_tokenizer(texts, vocabulary=512), seed)
 

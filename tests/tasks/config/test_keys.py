@@ -41,7 +41,8 @@ def test_secrets_and_places_are_marked():
     assert [path for path, key in PER_KEY.items() if key.mark.secret] == ["model.token"]
     files = [path for path, key in PER_KEY.items() if key.mark.place == "files"]
     assert files == ["model.source", *(f"data.{table}{end}" for table in ("train", "held_out", "warmup")
-                                       for end in ("", ".source")), "train.policy.distill.teacher"]  # fmt: skip
+                                       for end in ("", ".source")), "train.policy.distill.teacher",
+                     "engines.judge.source"]  # fmt: skip
     assert [path for path, key in PER_KEY.items() if key.mark.place == "function"] == [
         "reward.function", "reward.functions.function", "environment.function", "train.policy.advantage.function",
         "train.policy.loss.function", "engine.function", "report.trackers",

@@ -37,6 +37,7 @@ def test_it_has_every_key_and_says_which_may_change():
     asked = {
         "retrain": {"start": "run@1", "select": ["run"]},
         "environment": {"function": "mine:Game"},
+        "engines": {"judge": {"source": "folder"}},
         "rollout": {"updates": "in-flight", "pause_tokens": 4, "open_prompts": 40, "max_staleness": 2},
     }
     of_mine = {"function": "mine:Engine", "source": "digest"}

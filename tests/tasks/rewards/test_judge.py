@@ -14,7 +14,7 @@ from storage.parts import read_table
 from storage.schema import REWARD
 from storage.upkeep.verify import verify
 from tasks.config.reward import RewardSection
-from tasks.rewards.judge import Remembered, judged
+from tasks.rewards.judge import Judges, judged
 from tasks.rewards.trying import check_reward
 from tasks.stages.names import Stage
 from tasks.stages.trial import try_reward
@@ -41,7 +41,7 @@ def test_planted_failures_are_never_numbers():
     judge = Judge(plan)
     with judging(judge) as url:
         arguments = {"url": url, "model": "m", "rubric": RUBRIC, "retries": 1, "at_once": 40}
-        scores = judged(arguments, asked(70), Remembered())
+        scores = judged(arguments, asked(70), Judges())
     for place, score in enumerate(scores):
         fault = FAULTS[place // 10]
         if place % 10 < 3:
@@ -54,7 +54,7 @@ def test_planted_failures_are_never_numbers():
 def test_a_judge_that_hangs():
     with judging(Judge(lambda text, before: "hang")) as url:
         arguments = {"url": url, "model": "m", "rubric": RUBRIC, "retries": 0, "seconds": 0.2}
-        (score,) = judged(arguments, asked(1), Remembered())
+        (score,) = judged(arguments, asked(1), Judges())
     assert (score.reward, score.reason, score.status) == (None, "timeout", "timeout")
 
 
@@ -62,7 +62,7 @@ def test_few_failures_are_enough_to_end():
     judge = Judge(lambda text, before: 400)
     with judging(judge) as url:
         arguments = {"url": url, "model": "m", "rubric": RUBRIC, "at_once": 1}
-        scores = judged(arguments, asked(50), Remembered(), allowed=2)
+        scores = judged(arguments, asked(50), Judges(), allowed=2)
     assert [score is None for score in scores] == [False] * 3 + [True] * 47
     assert len(judge.asked) == 3  # status 400 is not tried again
 
@@ -72,7 +72,7 @@ def test_equal_responses_are_asked_about_once_and_requests_keep_their_distance(m
     monkeypatch.setattr(time, "sleep", waits.append)
     with judging(judge) as url:
         arguments = {"url": url, "model": "m", "rubric": RUBRIC, "per_minute": 1}
-        scores = judged(arguments, asked(6) * 5, Remembered())
+        scores = judged(arguments, asked(6) * 5, Judges())
     assert len(judge.asked) == 6
     assert [score.reward for score in scores[:6]] * 5 == [score.reward for score in scores]
     assert max(waits) > 200  # five minutes, less what has passed meanwhile
@@ -141,10 +141,10 @@ def test_arguments_that_cannot_be_used_are_refused_before_the_run(change, told):
 
 def test_an_address_that_nobody_listens_at():
     arguments = {"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": RUBRIC, "retries": 0}
-    (score,) = judged(arguments, asked(1), Remembered())
+    (score,) = judged(arguments, asked(1), Judges())
     assert (score.reward, score.reason) == (None, "exception")
     assert "cannot be reached" in score.detail
-    (lacking,) = judged({**arguments, "rubric": "{solution} {response}"}, asked(1), Remembered())
+    (lacking,) = judged({**arguments, "rubric": "{solution} {response}"}, asked(1), Judges())
     assert "lacks" in lacking.detail
 
 
@@ -156,7 +156,7 @@ def test_exchanges_of_two_at_once(tmp_path):
 
     def score():
         lock.wait()
-        found.extend(judged(arguments, asked(1), kept))
+        found.extend(judged(arguments, asked(1), Judges(kept)))
 
     with judging(judge) as url:
         arguments = {"url": url, "model": "m", "rubric": RUBRIC}
