@@ -114,16 +114,11 @@ def _check_empty(url: str, *roots: Root) -> None:
             raise InputError(f"{url} already holds a proof: give another --root, or remove that one")
 
 
-def start(order: ProofOrder, root: Root, folder: FaultFolder) -> subprocess.Popen[bytes]:
-    """Start a process that drives the run in a root, with the faults of a folder."""
+def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
     asked = [f"--iterations={order.config.run.iterations}", *(f"--set={setting}" for setting in order.settings)]
     command = ["run", order.path, f"--root={root.url}", f"--run={RUN}", "--json", *asked]
     line, environment = [sys.executable, "-m", "flows", *command], with_faults(folder.path)
-    return subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
-
-
-def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
-    process = start(order, root, folder)
+    process = subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -32,7 +32,7 @@ def store_judge(writer: PartWriter, config: RunConfig) -> tuple[Part, ...]:
 
 
 def judges_of(context: RunContext, prepared: Prepared) -> Judges:
-    """Exchanges and engine of the judges of a run. The engine starts when it is first asked, and what is kept asks none."""
+    """Exchanges and engine of the judges of a run. The engine starts when it is first asked; what is kept asks none."""
     kept, section = RunExchanges(context.root, context.run), context.config.engines
     if section is None:
         return Judges(kept)

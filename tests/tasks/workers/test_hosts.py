@@ -29,7 +29,7 @@ from trainer_core.protocol import SavedFiles
 pytestmark = pytest.mark.slow
 NOW = datetime.now(UTC)
 PAIR = [{"CPU": 1.0}] * 2
-CLUSTER = Settings(ray_address="127.0.0.1:6379", ray_token=None, gpus=())
+CLUSTER = Settings(ray_address="127.0.0.1:6379", gpus=())
 CONFIG = TrainerConfig(
     parallel=ParallelConfig(data=2), optimizer=OptimizerConfig(learning_rate=1e-3), max_length=8, micro_batch_size=1
 )
