@@ -277,7 +277,7 @@ def test_a_model_without_a_template_and_a_judge_without_anybody_are_refused(mode
 
 def test_the_engine_has_its_own_model_room_and_card(model, tmp_path):
     config = config_of(model, "engines.judge.kv_cache_mib=3", "engines.judge.max_num_seqs=5", "engine.max_num_seqs=7")
-    cards = Settings(ray_address=None, ray_token=None, gpus=("4", "5"))
+    cards = Settings(ray_address=None, gpus=("4", "5"))
     spec = Fleet("run", config, Cluster(cards)).judge_spec(tmp_path)
     assert (spec.max_model_len, spec.max_num_seqs, spec.kv_cache_bytes) == (LONGEST, 5, 3 << 20)
     assert not spec.together
