@@ -51,11 +51,7 @@ class PolicyPhase:
         """Update the policy. Collective. The reference's log-probabilities are those of all response tokens, flat.
         Raises InputError: a function of the user's own fails, or returns something else than is expected. Raises
         StageFailed: no sample is usable. Raises NumericsError: a loss or gradient norm is not finite."""
-        if not samples.usable.any():
-            lacking = "a reward; see the status column of the rewards" if self.policy.needs_rewards else "a response"
-            raise StageFailed(f"none of the {len(samples)} samples has {lacking}")
-        if self.policy.distill is not None and samples.teacher_logprobs is None:
-            raise InputError("train.policy.distill needs the teacher's log-probabilities: call teacher_logprobs first")
+        self._check(samples)
         units = units_of(self.policy, samples)
         rows = np.unique(units)
         if not len(rows):
@@ -92,6 +88,13 @@ class PolicyPhase:
         if samples.teacher_logprobs is not None:
             report["kl_teacher"] = mean_kl((samples.teacher_logprobs - before.logprobs)[counted])
         return Learned(report, np.where(counted, before.logprobs, np.float32(np.nan)))
+
+    def _check(self, samples: Samples) -> None:
+        if not samples.usable.any():
+            lacking = "a reward; see the status column of the rewards" if self.policy.needs_rewards else "a response"
+            raise StageFailed(f"none of the {len(samples)} samples has {lacking}")
+        if self.policy.distill is not None and samples.teacher_logprobs is None:
+            raise InputError("train.policy.distill needs the teacher's log-probabilities: call teacher_logprobs first")
 
     def _before(
         self, samples: Samples, units: Units, reference_logprobs: Vector | None, scores: bool
