@@ -206,8 +206,8 @@ SCORING = (
         "try-is-not-obeyed",
         "a reward that costs or acts is called before the run in spite of reward.try = false",
         "tasks/rewards/trying.py",
-        "    if not section.tried:\n",
-        "    if False:\n",
+        "    if not section.tried or own_judges(section):\n",
+        "    if own_judges(section):\n",
         _TRYING,
     ),
 )
