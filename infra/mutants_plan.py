@@ -46,8 +46,8 @@ PLAN = (
         "conversions-are-kept",
         "what the first update found of the model is used for the later ones",
         "trainer_core/weights/update.py",
-        "        found, self._others, problem = _found(model)\n",
-        '        found, self._others, problem = vars(mesh).setdefault("found", _found(model))\n',
+        "        found, self._others, problem = _found(model, form)\n",
+        '        found, self._others, problem = vars(mesh).setdefault("found", _found(model, form))\n',
         _NOT_WHOLE,
     ),
     Mutant(

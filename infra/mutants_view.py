@@ -99,8 +99,8 @@ VIEW = (
         "view-next-tokens-ratio",
         "a token is shown with the trainer's log-probability of the next one",
         "flows/viewer/reading.py",
-        "trainer[counted[place] - 1]",
-        "trainer[counted[place] % len(trainer)]",
+        "trainer[counted[place] - 1 - counted[-1]]",
+        "trainer[counted[place] - counted[-1]]",
         _TESTS,
     ),
 )

@@ -124,7 +124,7 @@ _ENDS = pytest.StashKey[ExitStack]()
 
 @pytest.fixture(scope="session")
 def group_end(request: pytest.FixtureRequest) -> ExitStack:
-    """What is done behind the last test of a group: a server without work takes a tenth of a core."""
+    """Work behind the last test of a group: a server without work takes a tenth of a core."""
     return request.session.stash.setdefault(_ENDS, ExitStack())
 
 

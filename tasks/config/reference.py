@@ -135,7 +135,7 @@ def _whole(model: type[BaseModel], place: tuple[str, ...]) -> Table:
 def _tables(model: type[BaseModel], path: tuple[str, ...], default: BaseModel | None) -> Iterator[Table]:
     below = {name: section for name, field in model.model_fields.items() if (section := _section_of(field))}
     keys = [_key(model, name, path, default) for name in model.model_fields if name not in below]
-    if path:
+    if path and keys:
         yield Table(".".join(path), _text(model.__doc__), tuple(keys))
     for name, section in below.items():
         field, place = model.model_fields[name], (*path, name)

@@ -50,6 +50,7 @@ class WarmupSection(Section):
     """Its own optimizer and schedule; RL starts with a fresh one."""
 
 
+_ABSENT: Any = Field(default=None, exclude_if=operator.not_)  # runs without one do not have the key in their meaning
 EngineCards = Literal["shared", "own"]
 TransportChoice = Literal["auto", "memory", "cuda", "collective", "files"]
 
@@ -228,18 +229,12 @@ class RunConfig(Section):
     warmup: Annotated[WarmupSection, decides("prepare", "train")] = WarmupSection()
     rollout: Annotated[RolloutSection, decides("rollout")] = RolloutSection()
     reward: Annotated[RewardSection, decides("reward", "rescore", "evaluate")] = RewardSection()
-    # runs without one do not have the key in their meaning
-    environment: Annotated[EnvironmentSection | None, decides("rollout", "reward", "evaluate")] = Field(
-        default=None, exclude_if=operator.not_
-    )
+    environment: Annotated[EnvironmentSection | None, decides("rollout", "reward", "evaluate")] = _ABSENT
     train: Annotated[TrainerConfig, decides("train")]
     sync: Annotated[SyncSection, RUNTIME] = SyncSection()
     evaluate: Annotated[EvaluateSection, RUNTIME] = EvaluateSection()
     engine: Annotated[EngineSection, RUNTIME] = EngineSection()
-    # runs without one do not have the key in their meaning
-    engines: Annotated[EnginesSection | None, decides("prepare", "reward", "rescore", "evaluate")] = Field(
-        default=None, exclude_if=operator.not_
-    )
+    engines: Annotated[EnginesSection | None, decides("prepare", "reward", "rescore", "evaluate")] = _ABSENT
     workers: Annotated[WorkersSection, RUNTIME] = WorkersSection()
     device: Annotated[DeviceSection, RUNTIME] = DeviceSection()
     storage: Annotated[StorageSection, RUNTIME] = StorageSection()

@@ -42,11 +42,7 @@ logger = logging.getLogger(__name__)
 
 def release(run: str, cluster: Cluster) -> int:
     """End all processes that a run has left on a cluster, with what Ray keeps for them and their folders, and return
-    their number.
-
-    Raises:
-        InputError, WorkerLost: the cluster does not answer.
-    """
+    their number. Raises InputError, WorkerLost: the cluster does not answer."""
     cluster.check_alive()
     cluster.start()
     groups = find_groups(run)

@@ -2,10 +2,12 @@
 
 import mmap
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
+from storage.errors import SyncMismatch
 from trainer_core.weights.channel import Signals
 
 
@@ -41,3 +43,13 @@ class SmallEnd:
 
     def fail(self, reason):
         self.signals.fail(reason)
+
+
+@contextmanager
+def told(end):
+    """Tell the other ends of a channel of an error, if there is one."""
+    try:
+        yield end
+    except SyncMismatch as error:
+        end.fail(str(error))
+        raise

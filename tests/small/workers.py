@@ -6,7 +6,6 @@ the real loop and the real state handling run over them.
 
 import json
 import os
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from tasks.engine.protocol import (
     Finished,
     weights_digest,
 )
-from tests.small.channel import SmallEnd, tensors_of
+from tests.small.channel import SmallEnd, tensors_of, told
 from tests.small.critic import SmallCritic
 from tests.small.files import replace_file
 from tests.small.growing import going_on, grown
@@ -63,16 +62,6 @@ def plan_of(version, ranks):
     senders = [place * min(ranks, len(LAYERS)) // len(LAYERS) for place in range(len(LAYERS))]
     buckets = [Bucket(number=place, sender=sender, nbytes=4 * LAYER) for place, sender in enumerate(senders)]
     return WeightPlan(version=version, tensors=tuple(tensors), buckets=tuple(buckets), arena_bytes=4 * LAYER)
-
-
-@contextmanager
-def told(end):
-    """Tell the other ends of a channel of an error, if there is one."""
-    try:
-        yield end
-    except SyncMismatch as error:
-        end.fail(str(error))
-        raise
 
 
 _BYTES = token_bytes(Plain(character_tokenizer()))

@@ -138,7 +138,7 @@ class AdapterUpdate:
         return Report(digests, len(held), self._plan.nbytes, seconds, held, {})
 
     def _scaled(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the slot must hold: the factors, of which B is multiplied by alpha / rank."""
+        """Contents that the slot must have: the factors, of which B is multiplied by alpha / rank."""
         scale = self._config.alpha / self._config.rank
         return {name: one * scale if name.endswith(".lora_B.weight") else one for name, one in arrived.items()}
 
