@@ -28,6 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Forms with lists, and the fields that each needs."""
 BESIDE: dict[str, dict[str, Any]] = {
+    "engine.adapter=live": {"train.lora.rank": 8},
     "train.critic.decay": {"train.critic.learning_rate": 1e-5, "train.policy.advantage.type": "gae"},
     "train.parallel.sequence": {"train.parallel.tensor": 2},
     "train.policy.kl_estimator": {"train.policy.kl_coefficient": 0.1},
