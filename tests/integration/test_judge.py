@@ -16,7 +16,7 @@ from tests.integration.command import PROJECT, RUN, finish, ratchet, start
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
-KILLS = ["reward@1:parts-done:flow", "reward@2:started:judge-0"]
+KILLS = ["reward@2:started:judge-0", "reward@2:parts-done:flow"]
 SETTINGS = ("rollout.prompts=8", "evaluate.prompts=4")
 
 
