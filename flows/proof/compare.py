@@ -20,8 +20,9 @@ from tasks.stages.views import TRAINER_TABLE
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")  # name endings of metrics that measure the work and not its result
-_OF_INTERRUPTIONS = ("sampled_again", "environment_failures")
-"""Name beginnings of metrics that count what interrupted the work: a call that was open at a kill is a failure."""
+_OF_INTERRUPTIONS = ("sampled_again", "environment_failures", "base_bytes")
+"""Name beginnings of metrics that count what interrupted the work: a call that was open at a kill is a failure, and an
+engine in place of a killed one gets the frozen weights again."""
 
 
 class Difference(BaseModel, frozen=True, extra="forbid"):
