@@ -260,7 +260,7 @@ class Fuzz:
                 bad = [one for one in verify(side.root, run).findings if not one.is_harmless]
                 if bad:
                     self._found(f"{operation}: {run} is not sound: {bad[:2]}")
-            for wrong in _drawn_wrongly(side.root):
+            for wrong in drawn_wrongly(side.root):
                 self._found(f"{operation}: {wrong}")
             for broken in _broken_chains(side.root):
                 self._found(f"{operation}: {broken} was made from what its revision does not have")
@@ -308,10 +308,10 @@ def in_flight(bound: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def draws(root: Root) -> list[tuple[int, int]]:
+def draws(root: Root, run: str = RUN) -> list[tuple[int, int]]:
     """Draws of the head as (position, again): those that a rollout has, or has left out as too old, in the order of
     rollouts; and those that the newest one has left in flight."""
-    newest = contents(root, RUN).newest
+    newest = contents(root, run).newest
     head = sorted((one for one in newest if one.stage == Stage.ROLLOUT), key=lambda one: one.iteration)
     found: list[tuple[int, int]] = []
     for one in head:
@@ -326,9 +326,9 @@ def _places(root: Root, parts: Sequence[Part]) -> list[tuple[int, int]]:
     return [place for place, _ in itertools.groupby(rows)]
 
 
-def _drawn_wrongly(root: Root) -> Iterator[str]:
+def drawn_wrongly(root: Root, run: str = RUN) -> Iterator[str]:
     """Draws of prompts that the head skips or repeats."""
-    found = draws(root)
+    found = draws(root, run)
     last = dict(sorted(found))  # how often each position was drawn again
     wanted = [(position, again) for position in range(len(last)) for again in range(last.get(position, 0) + 1)]
     if sorted(found) != wanted:

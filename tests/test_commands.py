@@ -38,6 +38,7 @@ ELSEWHERE = {
     "python -m hatchling": "tests/test_packaging.py",
     "python -m infra.bench.eight_cards": "tests/infra/bench/test_eight_cards.py",
     "python -m infra.fuzz": "tests/test_fuzz.py",
+    "python -m infra.fuzz_stack": PROVEN,
     "python -m infra.bench.scale": "docs/cluster.md",
     "python -m infra.bench.search": "docs/view.md",
     "python -m infra.examples.tools.make": "tests/test_examples.py",

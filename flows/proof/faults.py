@@ -90,6 +90,13 @@ class FaultFolder:
     def reached(self) -> list[Reached]:
         return [Reached.model_validate_json(line) for line in self._lines(_REACHED)]
 
+    def note(self, victim: str) -> None:
+        """Record a kill from outside, at any moment behind the newest point."""
+        here = self.reached()[-1]
+        fault = Fault(here.stage, here.iteration, here.point, victim)
+        for name in (_DELIVERED, _PLANNED):  # a planned kill that was delivered is not delivered again
+            self._append(name, str(fault))
+
     def observe(self, point: Point, key: str, processes: Processes) -> None:
         """Record a point, and deliver the kills planned there."""
         place = layout.place_of(key)

@@ -114,11 +114,16 @@ def _check_empty(url: str, *roots: Root) -> None:
             raise InputError(f"{url} already holds a proof: give another --root, or remove that one")
 
 
-def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
+def start(order: ProofOrder, root: Root, folder: FaultFolder) -> subprocess.Popen[bytes]:
+    """Start a process that drives the run in a root, with the faults of a folder."""
     asked = [f"--iterations={order.config.run.iterations}", *(f"--set={setting}" for setting in order.settings)]
     command = ["run", order.path, f"--root={root.url}", f"--run={RUN}", "--json", *asked]
     line, environment = [sys.executable, "-m", "flows", *command], with_faults(folder.path)
-    process = subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
+    return subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
+
+
+def _start(order: ProofOrder, root: Root, folder: FaultFolder) -> int:
+    process = start(order, root, folder)
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -4,6 +4,9 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from storage.schema import ROLLOUT
 from storage.upkeep.verify import verify
 from tasks.config.document import load_config
 from tasks.stages.names import LOOP, Stage
-from tests.integration.command import TINY
+from tests.integration.command import IN_FLIGHT, PROJECT, TINY
 from tests.integration.conftest import EACH_PROCESS, EVERY_POINT, ITERATIONS, KILLS, MID_RESPONSE, Proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -113,3 +116,13 @@ def test_with_a_planted_bit_the_verdict_is_a_failure_that_names_it(proof: Proof,
     assert len(report["differences"]) == 1
     assert report["first_difference"].startswith(f"train of iteration {ITERATIONS}: ")
     assert f"at train of iteration {ITERATIONS}; everything after it" in report["determinism"]
+
+
+@pytest.mark.full
+def test_killed_at_random_moments_it_comes_to_the_same_with_updates_in_flight(home: Path, tmp_path: Path):
+    fuzz = [sys.executable, "-m", "infra.fuzz_stack", str(IN_FLIGHT), "--root", str(tmp_path)]
+    words = ["--iterations", "4", "--kills", "3", "--seed", "5"]
+    environment = {**os.environ, "PREFECT_HOME": str(home)}
+    done = subprocess.run([*fuzz, *words], cwd=PROJECT, env=environment, text=True, capture_output=True, timeout=1700)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "3 of 3 kills delivered" in done.stdout

@@ -1,0 +1,172 @@
+"""Kills processes of a run of the real stack at random moments, and compares it with a run that nothing interrupts.
+
+    python -m infra.fuzz_stack FILE --root FOLDER [--iterations N] [--kills K] [--seed S] [--within SECONDS]
+        [--failures F] [--set SETTING ...]
+
+Each kill is a SIGKILL of the driver, of an engine or of a trainer rank, whichever chance takes of those that live, a
+random time of at most `--within` seconds after a stage was committed. The report is that of `ratchet prove-resume`,
+which kills at named points, and before it a line for each kill and one with the counts below. The exit code is 0 only
+if both runs have the same bits, no draw of a prompt is skipped or repeated, and no stored token is sampled again.
+FOLDER keeps both runs; with another seed the undisturbed one is used again.
+"""
+
+import argparse
+import itertools
+import logging
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from flows.proof.faults import FLOW, FaultFolder
+from flows.proof.prove import RUN, ProofOrder, judge, start
+from flows.views.output import Output
+from infra.fuzz import drawn_wrongly, draws
+from storage import layout
+from storage.backends.root import Root, open_root
+from storage.errors import StageFailed
+from storage.manifest import need
+from storage.ownership.scratch import scratch
+from storage.unfinished import find_increments
+from storage.upkeep.catalog import names
+from storage.upkeep.verify import verify
+from tasks.config.document import load_config
+from tasks.stages.names import Stage
+
+logger = logging.getLogger("fuzz")
+_LOOK_S = 0.2
+_ACTOR, _OF_ENGINES = "ray::Host", "VLLM_CPU_OMP_THREADS_BIND"  # title of a worker, and a variable of engines alone
+
+
+@dataclass
+class Disturbed:
+    """A run that is killed again and again."""
+
+    order: ProofOrder
+    root: Root
+    folder: FaultFolder
+    within: float
+    """Longest time from the commit of a stage to a kill, seconds."""
+    failures: int
+    """Starts that may fail without a kill, as Ray's do on a machine with too much to do."""
+    kills: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._chance, self._clock = random.Random(self.order.seed), time.monotonic()
+
+    def run(self) -> int:
+        """Drive the run to its end despite all kills; returns how often it was started."""
+        for starts in itertools.count(1):
+            before, process = len(self.kills), start(self.order, self.root, self.folder)
+            while len(self.kills) < self.order.kills and self._moment(process):
+                self._kill(process.pid)
+            if (code := process.wait()) == 0:
+                return starts
+            self.failures -= len(self.kills) == before
+            if self.failures < 0:
+                raise StageFailed(f"the run ended with exit code {code} and was not killed: see its own message above")
+        raise AssertionError
+
+    def _moment(self, process: subprocess.Popen[bytes]) -> bool:
+        """Wait until one more stage is committed, and for a random time; False if the process ends before."""
+        committed, wait = self._committed(), self._chance.uniform(0, self.within)
+        while process.poll() is None and self._committed() == committed:
+            time.sleep(_LOOK_S)
+        try:
+            process.wait(wait)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def _committed(self) -> int:
+        return len(names(self.root, RUN).manifests)
+
+    def _kill(self, driver: int) -> None:
+        victims = {FLOW: driver, **dict(workers(driver))}
+        victim = self._chance.choice(sorted(victims))
+        psutil.Process(victims[victim]).kill()
+        self.folder.note(victim)
+        self.kills.append(f"{time.monotonic() - self._clock:.1f} s, after {self.folder.delivered()[-1]}")
+        logger.info("kill %d: %s", len(self.kills), self.kills[-1])
+
+
+def workers(driver: int) -> Iterator[tuple[str, int]]:
+    """Process ids of the engines and ranks that live below a driver, by kind and number."""
+    count = {"engine": itertools.count(), "trainer": itertools.count()}
+    for one in psutil.Process(driver).children(recursive=True):
+        try:
+            if one.cmdline()[:1] and one.cmdline()[0].startswith(_ACTOR):
+                kind = "engine" if _OF_ENGINES in one.environ() else "trainer"
+                yield f"{kind}-{next(count[kind])}", one.pid
+        except psutil.Error:  # it has just ended
+            continue
+
+
+def stored_tokens(root: Root) -> tuple[int, int]:
+    """Tokens that increments of the run have stored, and how many of them an earlier one of the same piece had."""
+    pieces = {layout.piece_of_increment(key) for key in names(root, RUN).increments}
+    stored = again = 0
+    for piece in pieces - {None}:
+        ends: dict[int, int] = {}
+        for one in itertools.chain.from_iterable(record.grown() for record in find_increments(root, str(piece))):
+            stored += len(one.tokens)
+            again += max(0, ends.get(one.row, one.first) - one.first)
+            ends[one.row] = one.first + len(one.tokens)
+    return stored, again
+
+
+def counts(whole: Root, root: Root, iterations: int) -> dict[str, float]:
+    """Counts of what must not be there, and the share of responses that several versions of the weights sampled."""
+    rollouts = [need(root, RUN, number, Stage.ROLLOUT) for number in range(1, iterations + 1)]
+    mixed = [one.metrics.get("mixed_versions") or 0.0 for one in rollouts]
+    stored, again = stored_tokens(root)
+    return {
+        "draws": len(draws(root, RUN)),
+        "draws_otherwise": float(draws(root, RUN) != draws(whole, RUN)),
+        "draws_skipped_or_repeated": len(list(drawn_wrongly(root, RUN))),
+        "stored_tokens": stored,
+        "stored_tokens_sampled_again": again,
+        "unsound": float(not verify(root, RUN).sound),
+        "mixed_versions": float(np.mean(mixed)),
+    }
+
+
+def main() -> int:
+    """Disturb a run and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", help="a configuration")
+    parser.add_argument("--root", required=True, help="the folder of both runs")
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
+    parser.add_argument("--within", type=float, default=8.0, help="longest time from a commit to a kill, seconds")
+    parser.add_argument("--failures", type=int, default=0, help="starts that may fail without a kill, as Ray's may")
+    parser.add_argument("--set", action="append", default=[], dest="settings", help="section.key=value")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logger.setLevel(logging.INFO)
+    config = load_config(given.file, [*given.settings, f"run.iterations={given.iterations}"])
+    settings, place = tuple(given.settings), str(Path(given.root).absolute())
+    order = ProofOrder(config, given.file, settings, place, given.kills, given.seed, regenerate=True)
+    whole, root = (open_root(f"{place}/{name}") for name in ("whole", f"seed-{given.seed}"))
+    with scratch() as folder, Output(json=False) as output:
+        calm, faults = FaultFolder(folder / "none"), FaultFolder(folder / "faults")
+        for one in (calm, faults):
+            one.plan([])
+        if code := start(order, whole, calm).wait():
+            raise StageFailed(f"the undisturbed run ended with exit code {code}: see its own message above")
+        starts = Disturbed(order, root, faults, given.within, given.failures).run()
+        found = counts(whole, root, given.iterations)
+        logger.info("%s", ", ".join(f"{name} {value:g}" for name, value in found.items()))
+        wrong = [name for name in found if name not in ("draws", "stored_tokens", "mixed_versions") and found[name]]
+        return max(judge(order, whole, root, faults, starts, output), bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
