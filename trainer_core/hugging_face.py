@@ -17,6 +17,7 @@ from megatron.bridge.models.conversion import param_mapping as maps
 from safetensors import safe_open
 
 from storage.errors import InputError, StorageError
+from trainer_core.lora import factor_name
 from trainer_core.model.adapters import merged
 from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX
@@ -117,9 +118,9 @@ class StoredWeights:
         """Factors of the adapters under the names that peft gives them, contiguous."""
         for entry in self.entries:
             if isinstance(entry, Adapted) and entry.factors:
-                module = f"base_model.model.{entry.stored.removesuffix('.weight')}"
+                module = entry.stored.removesuffix(".weight")
                 for kind, factor in zip("BA", entry.matrices(self._state), strict=True):
-                    yield f"{module}.lora_{kind}.weight", factor.contiguous()
+                    yield factor_name(module, kind), factor.contiguous()
 
     def _layers(self, stored: str) -> Iterator[tuple[str, Region, int]]:
         """Each layer or expert of a tensor: its name in the model, its region, and the number of axes that count."""

@@ -12,11 +12,13 @@ from trainer_core.frozen import Frozen
 LIVE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM's layers have places; an adapter of another one gets the next, filled up with zeros."""
 
+_PEFT = "base_model.model."
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
 class LoraConfig(Frozen):
-    """Low-rank adapters, which are trained beside the model's frozen weights. Engines and exports get the sum."""
+    """Low-rank adapters, which are trained beside the model's frozen weights. Exports get the sum, and engines
+    by `engine.adapter`."""
 
     rank: int = Field(ge=1)
     """Rank of the product that is added to a matrix. Any rank fits every layout."""
@@ -32,6 +34,16 @@ class LoraConfig(Frozen):
         if not targets or "" in targets:
             raise ValueError("an empty target names no matrix: name some, or leave targets out")
         return targets
+
+
+def factor_name(module: str, kind: str) -> str:
+    """Name that peft gives to the factor `A` or `B` of a module, which has its Hugging Face name."""
+    return f"{_PEFT}{module}.lora_{kind}.weight"
+
+
+def module_of(factor: str) -> str:
+    """The module of a factor that `factor_name` has named."""
+    return factor.removeprefix(_PEFT).rpartition(".lora_")[0]
 
 
 def is_target(name: str, targets: Iterable[str]) -> bool:

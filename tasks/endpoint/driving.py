@@ -158,9 +158,8 @@ def driving(
 
 def _row(session: Session) -> Trajectory:
     assert session.last is not None
-    others = [one for one in session.sampled if one is not session.last]
     told = {
-        "others": [{"why": one.why, "parent": one.parent, "answers": one.row.answers} for one in others],
+        "others": [{"why": one.why, "parent": one.parent, "answers": one.row.answers} for one in session.others],
         "overridden": session.overridden,
         "refused": session.refused,
     }
@@ -169,8 +168,7 @@ def _row(session: Session) -> Trajectory:
 
 def _others(session: Session) -> tuple[Branched, ...]:
     """The branches beside the row, in an order that does not follow from that of requests at once."""
-    others = [one for one in session.sampled if one is not session.last]
-    others.sort(key=lambda one: (len(one.row.prompt), one.row.turns[0]["end"], one.seed))
+    others = sorted(session.others, key=lambda one: (len(one.row.prompt), one.row.turns[0]["end"], one.seed))
     rows = [_marked(one).columns() for one in others]
     return tuple(
         Branched(turns=tuple(row.pop("turns")), **{name: tuple(value.tolist()) for name, value in row.items()})

@@ -192,6 +192,11 @@ class Session:
         """The branches that have an answer of their own, in the order of their beginning."""
         return [one for one in self.branches if one.ends]
 
+    @property
+    def others(self) -> list[Branch]:
+        """Those of them beside the branch of the last answer."""
+        return [one for one in self.sampled if one is not self.last]
+
     def _continued(self, history: History) -> Asked | None:
         """The branch whose answer has most of the history before it; None if there is none, or it cannot be kept."""
         ends = [(branch, end) for branch in self.branches for end in branch.ends]

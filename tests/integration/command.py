@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from storage.backends.root import open_root
@@ -58,6 +59,16 @@ def ratchet(*arguments: str, home: Path) -> Finished:
 
 def run_tiny(root: Path, home: Path, *arguments: str) -> Finished:
     return ratchet("run", str(TINY), "--root", str(root), "--run", RUN, "--json", *arguments, home=home)
+
+
+def prove(
+    config: Path, root: str, iterations: int, kills: Sequence[str], settings: Sequence[str], home: Path
+) -> Finished:
+    """`ratchet prove-resume` with these kills, where each of its two runs samples for itself."""
+    words = ["--root", root, "--iterations", str(iterations), "--regenerate", "--json"]
+    words += [word for kill in kills for word in ("--at", kill)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    return finish(start("prove-resume", str(config), *words, home=home), deadline_s=1700)
 
 
 def committed(root: Path, iteration: int, stage: Stage) -> Manifest:

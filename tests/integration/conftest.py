@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.forked_python import forked_python
-from tests.integration.command import PIECES, TINY, Finished, finish, run_tiny, start
+from tests.integration.command import PIECES, TINY, Finished, prove, run_tiny
 from tests.prefect_home import prepared
 from tests.storage.s3 import BUCKET, s3_server
 
@@ -98,8 +98,4 @@ def proof(request, server, home, tmp_path_factory) -> Proof:
     url, kills, layout = request.param
     url = url or str(tmp_path_factory.mktemp("proof"))
     settings = (PIECES[1], *layout)
-    words = ["--root", url, "--iterations", str(ITERATIONS), "--regenerate", "--json"]
-    words += [word for kill in kills for word in ("--at", kill)]
-    words += [word for setting in settings for word in ("--set", setting)]
-    done = finish(start("prove-resume", str(TINY), *words, home=home), deadline_s=1700)
-    return Proof(kills, settings, url, done)
+    return Proof(kills, settings, url, prove(TINY, url, ITERATIONS, kills, settings, home))

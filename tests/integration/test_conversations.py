@@ -9,7 +9,7 @@ from storage.backends.root import open_root
 from storage.manifest import need
 from storage.upkeep.verify import verify
 from tasks.stages.names import Stage
-from tests.integration.command import PROJECT, RUN, finish, start
+from tests.integration.command import PROJECT, RUN, prove
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -23,10 +23,7 @@ SETTINGS = (
 def test_turns_tokens_and_rewards_are_those_of_a_run_that_nobody_interrupts(home, tmp_path):
     make = [sys.executable, "-m", "infra.examples.tools.make", str(tmp_path / "tools")]
     subprocess.run(make, check=True, cwd=PROJECT)
-    words = ["--root", str(tmp_path / "proof"), "--iterations", "1", "--regenerate", "--json"]
-    words += [word for kill in KILLS for word in ("--at", kill)]
-    words += [word for setting in SETTINGS for word in ("--set", setting)]
-    done = finish(start("prove-resume", str(tmp_path / "tools/tools.toml"), *words, home=home), deadline_s=1700)
+    done = prove(tmp_path / "tools/tools.toml", str(tmp_path / "proof"), 1, KILLS, SETTINGS, home)
     assert done.code == 0, done.err + done.out
     assert (done.json["points"], done.json["starts"], done.json["orphans"]) == (KILLS, 2, [])
     interrupted = open_root(str(tmp_path / "proof/interrupted"))

@@ -12,7 +12,7 @@ from storage.parts import read_table
 from storage.schema import REWARD
 from storage.upkeep.verify import verify
 from tasks.stages.names import Stage
-from tests.integration.command import PROJECT, RUN, finish, ratchet, start
+from tests.integration.command import PROJECT, RUN, prove, ratchet
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -28,10 +28,7 @@ def rewards(root):
 def test_scores_are_those_of_a_run_that_nobody_interrupts_and_another_rubric_asks_the_judge(home, tmp_path):
     make = [sys.executable, "-m", "infra.examples.chat.make", str(tmp_path / "chat")]
     subprocess.run(make, check=True, cwd=PROJECT)
-    words = ["--root", str(tmp_path / "proof"), "--iterations", "2", "--regenerate", "--json"]
-    words += [word for kill in KILLS for word in ("--at", kill)]
-    words += [word for setting in SETTINGS for word in ("--set", setting)]
-    done = finish(start("prove-resume", str(tmp_path / "chat/judge.toml"), *words, home=home), deadline_s=1500)
+    done = prove(tmp_path / "chat/judge.toml", str(tmp_path / "proof"), 2, KILLS, SETTINGS, home)
     assert done.code == 0, done.err + done.out
     assert (done.json["points"], done.json["orphans"]) == (KILLS, [])
     whole, interrupted = (open_root(str(tmp_path / "proof" / name)) for name in ("whole", "interrupted"))

@@ -23,7 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from storage.digest import value_digest
 from storage.errors import InputError
-from trainer_core.lora import LoraConfig, is_target
+from trainer_core.lora import LoraConfig, factor_name, is_target
 from trainer_core.model.parts import named_parts
 
 _Split = Literal["column", "row", "replicated"]
@@ -131,7 +131,7 @@ class Adapter(torch.nn.Module):
         """All factors."""
         axes = self._axes()
         return [
-            Factor(f"base_model.model.{part.name}.lora_{kind}.weight", name, axes.get(name))
+            Factor(factor_name(part.name, kind), name, axes.get(name))
             for part in self._place.parts
             for kind, name in zip("BA", _names(part), strict=True)
         ]

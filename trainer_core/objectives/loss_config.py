@@ -118,7 +118,7 @@ class UserLoss(UserTable):
 
 PairLoss = PreferenceLoss | RewardModelLoss
 PolicyLoss = Annotated[
-    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PreferenceLoss | RewardModelLoss | UserLoss,
+    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PairLoss | UserLoss,
     Field(discriminator="type"),
 ]
 

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Sequences, Vector, response_sums
-from trainer_core.objectives.loss_config import PairLoss, PreferenceLoss, RewardModelLoss
+from trainer_core.objectives.loss_config import PairLoss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.scored import members_of
 
@@ -64,7 +64,7 @@ def preferences(
 def preference_values(policy: PolicyConfig, samples: Sequences, pairs: Pairs, log_ratios: Vector) -> dict[str, Vector]:
     """Values of each response token for `preference_loss` of the pairs of a mini-batch, from the (R,) log-probability
     by the policy - by the reference of each."""
-    assert isinstance(policy.loss, PreferenceLoss | RewardModelLoss)
+    assert isinstance(policy.loss, PairLoss)
     coefficients, losses = preferences(policy.loss, response_sums(log_ratios, samples.response_lengths), pairs)
     lengths = np.maximum(samples.response_lengths, 1)
     return {

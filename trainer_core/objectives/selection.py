@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from trainer_core.batches.sequences import Samples, Vector
 from trainer_core.objectives.advantage_config import OverlongLeftOut
 from trainer_core.objectives.advantages import shaped_rewards
-from trainer_core.objectives.loss_config import LikelihoodLoss, PreferenceLoss, RewardModelLoss
+from trainer_core.objectives.loss_config import LikelihoodLoss, PairLoss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.preference import preferred_pairs
 from trainer_core.objectives.scored import members_of, scored_of
@@ -18,7 +18,7 @@ Units = NDArray[np.int64]  # (n,) rows of samples, or (P, 2) pairs of them: a mi
 def units_of(policy: PolicyConfig, samples: Samples) -> Units:
     """Rows, or pairs of rows, of which mini-batches are made: all branches of a sample, or of a pair the last ones."""
     chosen = trained_on(policy, samples)
-    if not isinstance(policy.loss, PreferenceLoss | RewardModelLoss):
+    if not isinstance(policy.loss, PairLoss):
         return np.flatnonzero(chosen[samples.owners] & samples.usable)
     scored = scored_of(samples, samples.usable)
     rewards = shaped_rewards(policy.overlong, scored.rewards, scored.lengths)

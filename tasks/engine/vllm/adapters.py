@@ -21,7 +21,7 @@ from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.vllm.survey import named_digests
 from tasks.engine.vllm.update import Report, check_layout
-from trainer_core.lora import LoraConfig, is_target
+from trainer_core.lora import LoraConfig, factor_name, is_target, module_of
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.plan import WeightPlan
@@ -156,7 +156,7 @@ def landed_digests(
     slots, rank = slots_of(manager, config), config.rank
     found: dict[str, str] = {}
     for name in names:
-        place = slots[_module(name)].of(name)
+        place = slots[module_of(name)].of(name)
         cut, rest = (
             (place[:, :rank], place[:, rank:]) if name.endswith(".lora_B.weight") else (place[:rank], place[rank:])
         )
@@ -164,18 +164,13 @@ def landed_digests(
     return found
 
 
-def _module(name: str) -> str:
-    """Hugging Face name of the module of a factor."""
-    return name.removeprefix("base_model.model.").rpartition(".lora_")[0]
-
-
 def _check(plan: WeightPlan, slots: Mapping[str, Slot], config: LoraConfig) -> None:
     """Refuse a plan that does not fill the slots."""
     planned = {tensor.name: tensor.shape for tensor in plan.tensors}
     wanted: dict[str, tuple[int, ...]] = {}
     for module, slot in slots.items():
-        wanted[f"base_model.model.{module}.lora_A.weight"] = (config.rank, slot.a.shape[1])
-        wanted[f"base_model.model.{module}.lora_B.weight"] = (slot.b.shape[0], config.rank)
+        wanted[factor_name(module, "A")] = (config.rank, slot.a.shape[1])
+        wanted[factor_name(module, "B")] = (slot.b.shape[0], config.rank)
     for name in sorted(planned.keys() | wanted.keys()):
         if planned.get(name) != wanted.get(name):
             raise SyncMismatch(
@@ -185,10 +180,10 @@ def _check(plan: WeightPlan, slots: Mapping[str, Slot], config: LoraConfig) -> N
 
 
 def _adapter(number: int, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> LoRAModel:
-    modules = sorted({_module(name) for name in factors})
+    modules = sorted({module_of(name) for name in factors})
     loras: dict[str, LoRALayerWeights] = {}
     for module in modules:
-        a, b = (factors[f"base_model.model.{module}.lora_{kind}.weight"] for kind in "AB")
+        a, b = (factors[factor_name(module, kind)] for kind in "AB")
         loras[module] = LoRALayerWeights(module, config.rank, cast(int, config.alpha), a, b.clone())
     return LoRAModel(number, config.rank, loras)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from storage.errors import InputError
-from tests.trainer_core.models import make_family, make_model, places_of, random_samples
+from tests.trainer_core.models import make_family, places_of, random_samples
 from tests.trainer_core.objectives.test_advantages import gae_by_loops
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
@@ -128,16 +128,8 @@ def in_double(rank, world_size, store, directory):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Folder of a policy whose embedding is its output layer too, which a critic's is not."""
-    folder = tmp_path_factory.mktemp("model")
-    run_ranks(1, make_model, str(folder), True)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return run_ranks(1, in_double, model)[0]
+def expected(model_dir):
+    return run_ranks(1, in_double, model_dir)[0]
 
 
 def walk(trainer, folder, elsewhere):
@@ -158,16 +150,16 @@ def walk(trainer, folder, elsewhere):
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
+def alone(model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, run_trainers(model, settings(), walk, folder, None)
+    return folder, run_trainers(model_dir, settings(), walk, folder, None)
 
 
 @pytest.mark.parametrize("layout", PARAMETERS)
-def test_updates_are_those_of_float64_and_the_state_moves(model, expected, alone, tmp_path, layout):
+def test_updates_are_those_of_float64_and_the_state_moves(model_dir, expected, alone, tmp_path, layout):
     figures, after, norm = expected
     folder, own = alone
-    found = own if layout == "single" else run_trainers(model, settings(layout), walk, tmp_path, folder)
+    found = own if layout == "single" else run_trainers(model_dir, settings(layout), walk, tmp_path, folder)
     for begun, first, ends, values, moved in found:
         assert ends[0] == ends[1]  # the second from the state that was saved, bit for bit
         second, identity, saved = ends[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from storage.errors import InputError
-from tests.trainer_core.models import make_model, random_samples
+from tests.trainer_core.models import random_samples
 from tests.trainer_core.phases.test_critic import LAYOUTS, RATE, Plain
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import OptimizerConfig, PolicyConfig, TrainerConfig
@@ -73,15 +73,8 @@ def in_double(rank, world_size, store, directory):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    run_ranks(1, make_model, str(folder), True)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return run_ranks(1, in_double, model)[0]
+def expected(model_dir):
+    return run_ranks(1, in_double, model_dir)[0]
 
 
 def learn(trainer, folder, policy):
@@ -107,16 +100,16 @@ def learn(trainer, folder, policy):
 
 
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory):
+def alone(model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    return folder, run_trainers(model, settings(), learn, folder, None)
+    return folder, run_trainers(model_dir, settings(), learn, folder, None)
 
 
 @pytest.mark.parametrize("layout", PARAMETERS)
-def test_updates_and_rewards_are_those_of_float64(model, expected, alone, tmp_path, layout):
+def test_updates_and_rewards_are_those_of_float64(model_dir, expected, alone, tmp_path, layout):
     figures, rewards = expected
     folder, own = alone
-    found = own if layout == "single" else run_trainers(model, settings(layout), learn, tmp_path, folder / "policy")
+    found = own if layout == "single" else run_trainers(model_dir, settings(layout), learn, tmp_path, folder / "policy")
     for first, second, scores in found:
         for report, (wanted, pairs) in zip((first, second), figures, strict=True):
             assert {name: report[name] for name in NAMES} == pytest.approx(wanted, rel=1e-5, abs=1e-5)
