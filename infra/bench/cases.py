@@ -15,6 +15,9 @@ CaseName = Literal["tiny", "0.75b", "4b"]
 LayoutName = Literal["shared", "own", "ahead"]
 LAYOUTS: tuple[LayoutName, ...] = ("shared", "own", "ahead")
 """Layouts of the loop's bench."""
+SideName = Literal["undisturbed", "everything", "apart", "standby"]
+SIDES: tuple[SideName, ...] = ("undisturbed", "everything", "apart", "standby")
+"""Runs of the bench of failures."""
 SyncCaseName = Literal[
     "cpu",
     "cpu-tied",

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, Settings
 from flows.views.output import Output
-from infra.bench.cases import LAYOUTS, CaseName, LayoutName, SyncCaseName
+from infra.bench.cases import LAYOUTS, SIDES, CaseName, LayoutName, SideName, SyncCaseName
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.upkeep.catalog import require_run
@@ -160,6 +160,7 @@ def faults(
     ] = 0,
     ranks: Annotated[int, Parameter(help="Trainer ranks, one pipeline.", validator=Number(gte=1))] = 2,
     case: Annotated[CaseName, Parameter(help="Model and samples.")] = "tiny",
+    side: Annotated[tuple[SideName, ...], Parameter(help="Only these, and the undisturbed run.")] = SIDES,
     settings: Settings = (),
     json: Json = False,
 ) -> int:
@@ -167,7 +168,7 @@ def faults(
     from infra.bench.faults import Faults, bench_faults
 
     with Output(json=json) as output:
-        order = Faults(iterations=iterations, every=every, seconds=seconds, ranks=ranks, case=case)
+        order = Faults(iterations=iterations, every=every, seconds=seconds, ranks=ranks, case=case, measured=side)
         found = bench_faults(order, settings, output.say)
         output.result(found, _lines(found))
     return 0

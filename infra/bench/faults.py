@@ -7,12 +7,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Literal, get_args
 
 from pydantic import BaseModel
 
 from flows.proof.compare import Pair
-from infra.bench.cases import CaseName
+from infra.bench.cases import SIDES, CaseName, SideName
 from infra.bench.faults_rank import PLAN, Mark, noted
 from infra.bench.loop import CONFIG, ROOT, RUN, default_tables, read_stages
 from storage.backends.root import open_root
@@ -22,7 +21,6 @@ from tasks.config.environment import Settings, child_python_path
 from tasks.stages.names import Stage
 from trainer_core.config import Device
 
-SideName = Literal["undisturbed", "everything", "apart", "standby"]
 STEPS = {
     "noticed": "the driver, or the command that starts the run again, knows",
     "asked": "pause before the next attempt; of a whole restart also Ray, engine and driver",
@@ -89,6 +87,8 @@ class Faults(BaseModel):
     """Seconds that the reward of an iteration waits, so that iterations have the length asked."""
     ranks: int = 2
     case: CaseName = "tiny"
+    measured: tuple[SideName, ...] = SIDES
+    """Sides to run; `undisturbed` always is, because the others are compared with it."""
 
 
 def bench_faults(order: Faults, overrides: Sequence[str], told: Callable[[str], object]) -> FaultsBench:
@@ -102,14 +102,17 @@ def bench_faults(order: Faults, overrides: Sequence[str], told: Callable[[str], 
         raise InputError(f"--every {order.every}: none of {order.iterations} iterations would have a failure")
     found = dict[SideName, Side]()
     with tempfile.TemporaryDirectory(prefix="ratchet-faults-") as place:
-        for name in get_args(SideName):
+        for name in SIDES:
+            if name != "undisturbed" and name not in order.measured:
+                continue
             folder = Path(place, name)
             folder.mkdir()
             found[name] = _measured(name, order, overrides, folder, found.get("undisturbed"))
             told(f"{name}: {found[name].model_dump_json()}")
     seconds = found["undisturbed"].seconds / order.iterations
     device = Settings.from_environment().device("auto")
-    return FaultsBench(device=device, iteration_s=seconds, sides=found, **order.model_dump(exclude={"case", "seconds"}))
+    return FaultsBench(device=device, iteration_s=seconds, sides=found,
+                       **order.model_dump(exclude={"case", "seconds", "measured"}))  # fmt: skip
 
 
 def _measured(name: SideName, order: Faults, overrides: Sequence[str], folder: Path, whole: Side | None) -> Side:
