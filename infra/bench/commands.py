@@ -81,15 +81,23 @@ def rollout(
     increments: Annotated[
         int | None, Parameter(help="Tokens after which responses are stored: measure what that costs.")
     ] = None,
+    fp8: Annotated[
+        bool, Parameter(help="Measure an FP8 engine against one in bf16, on one card.", negative="")
+    ] = False,
     json: Json = False,
 ) -> int:
     """Measure a rollout of Ratchet against vLLM's LLM.generate, with and without seeds and log-probabilities; or with
-    increments against the same without."""
-    from infra.bench.rollout import bench_increments, bench_rollout  # imports Ray
+    increments against the same without; or with FP8 numbers against bf16."""
+    from infra.bench.rollout import bench_fp8, bench_increments, bench_rollout  # imports Ray
 
+    if fp8 and increments is not None:
+        raise InputError(f"--fp8 and --increments {increments} are two measurements: give one of them")
     with Output(json=json) as output:
         sizes = case, pairs, samples, tokens
-        found = bench_rollout(*sizes) if increments is None else bench_increments(*sizes, increments)
+        if increments is not None:
+            found = bench_increments(*sizes, increments)
+        else:
+            found = bench_fp8(*sizes) if fp8 else bench_rollout(*sizes)
         output.result(found, _lines(found))
     return 0
 

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -96,13 +96,13 @@ class RolloutBench(BaseModel):
     """Measurements with a few responses that are much longer than most."""
 
 
-class Stored(BaseModel):
+class Compared(BaseModel):
     """Medians over rounds; rates as those of `Lengths`."""
 
     tokens_per_s: float
-    """Rate with increments, each of which is stored durably in a local folder."""
+    """Rate with increments, each of which is stored durably in a local folder; or with FP8 numbers."""
     without_tokens_per_s: float
-    """Rate without."""
+    """Rate without them."""
     ratio: float
     """Median over pairs of the first by the second."""
     ratio_spread: float
@@ -120,8 +120,21 @@ class IncrementsBench(BaseModel):
     every: int
     """Tokens after which a response is stored again."""
     runner: Runner
-    equal: Stored
-    mixed: Stored
+    equal: Compared
+    mixed: Compared
+
+
+class Fp8Bench(BaseModel):
+    """An FP8 engine against one in bf16, of one model on one card; fields as those of `RolloutBench`."""
+
+    device: str
+    case: CaseName
+    samples: int
+    tokens: int
+    pairs: int
+    runner: Runner
+    equal: Compared
+    mixed: Compared
 
 
 Side = Callable[[Requests], Took]
@@ -184,9 +197,29 @@ def bench_increments(
             (engine,) = fleet.engines(Path(folder))
             sides = (_ours(engine, device, _storing(open_root(root), every)), _ours(engine, device))
             races = [_race(sides, _requests(case, count, mixed), pairs) for mixed in (False, True)]
-    equal, mixed = (_stored(race, device) for race in races)
+    equal, mixed = (_compared(race, device) for race in races)
     shown = {"device": device, "case": name, "samples": count, "tokens": case.response, "pairs": pairs, "every": every}
     return IncrementsBench(**shown, runner=races[0][0][0].runner, equal=equal, mixed=mixed)
+
+
+def bench_fp8(case_name: CaseName | None, pairs: int, samples: int | None, tokens: int | None) -> Fp8Bench:
+    """Measure an engine with FP8 numbers and one in bf16, which share a card, in turns, as `bench_rollout`, which says
+    what is raised."""
+    settings = Settings.from_environment()
+    device = settings.device("auto")
+    name, case, count = _sizes(device, case_name, pairs, samples, tokens)
+    cluster = Cluster(settings)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_fleets:
+        generate_model(Path(folder), case.model, seed=0)
+        configs = [_config(folder, name, case, count, False, quantization) for quantization in ("fp8", None)]
+        fleets = [open_fleets.enter_context(Fleet("bench", config, cluster)) for config in configs]
+        for fleet in fleets:  # both, before the first of them ends Ray
+            open_fleets.callback(fleet.close)
+        sides = [_ours(fleet.engines(Path(folder))[0], device) for fleet in fleets]
+        races = [_race(sides, _requests(case, count, mixed), pairs) for mixed in (False, True)]
+    equal, mixed = (_compared(race, device) for race in races)
+    shown = {"device": device, "case": name, "samples": count, "tokens": case.response, "pairs": pairs}
+    return Fp8Bench(**shown, runner=races[0][0][0].runner, equal=equal, mixed=mixed)
 
 
 def _storing(root: Root, every: int) -> Callable[[int], Growing]:
@@ -220,7 +253,9 @@ def _sizes(
     return name, case, samples or _SAMPLES[name]
 
 
-def _config(model: str, name: CaseName, case: Case, together: int, apart: bool) -> RunConfig:
+def _config(
+    model: str, name: CaseName, case: Case, together: int, apart: bool, quantization: str | None = None
+) -> RunConfig:
     return parse_config(
         {
             "model": {"source": model},
@@ -230,6 +265,7 @@ def _config(model: str, name: CaseName, case: Case, together: int, apart: bool) 
                 "max_num_seqs": together,
                 "kv_cache_mib": (_CACHE_MIB_APART if apart else _CACHE_MIB)[name],
                 "precision": case.precision,
+                **({} if quantization is None else {"quantization": quantization}),
             },
             "train": {"max_length": case.length, "optimizer": {"learning_rate": 1e-6}},
         },
@@ -316,11 +352,11 @@ def _rate(took: Took, device: Device) -> float:
     return took.tokens / (took.processor_s if device == "cpu" else took.seconds)
 
 
-def _stored(race: list[list[Took]], device: Device) -> Stored:
+def _compared(race: list[list[Took]], device: Device) -> Compared:
     stored, without = ([_rate(took, device) for took in side] for side in race)
     ratios = np.divide(stored, without)
     rates = {"tokens_per_s": statistics.median(stored), "without_tokens_per_s": statistics.median(without)}
-    return Stored(**rates, ratio=float(np.median(ratios)), ratio_spread=float(np.ptp(ratios)))
+    return Compared(**rates, ratio=float(np.median(ratios)), ratio_spread=float(np.ptp(ratios)))
 
 
 def _lengths(race: list[list[Took]], device: Device, case: Case, bytes_per_s: float | None) -> Lengths:
