@@ -164,6 +164,8 @@ def resolve(value: JsonValue, place: str) -> JsonValue:
 def without_secrets(text: str) -> str:
     """A text without the secrets that this process has looked up, without every value of its environment that looks
     like one (`secret_texts`), and without the credentials of URLs."""
+    if not text:
+        return text
     others = [(name, value) for name, value in os.environ.items() if not _for_scoring(name, value)]
     known = {form for name, value in others for form in secret_texts(name, value)}
     known |= {form for secret in _resolved for form in forms_of(secret)}

@@ -28,6 +28,7 @@ Why = Literal["first", "again", "edited", "tools", "template"]
 """Reason for which a branch began: it is the first; another answer to the same history was asked; the history is not
 one that was sampled; other tools are shown; the template does not keep what was sampled."""
 _SHOWN = 20  # refusals that are kept in full
+_LONGEST = 200  # characters of a value that is recorded
 
 
 class History(NamedTuple):
@@ -107,6 +108,12 @@ class Asked(NamedTuple):
     opened: str | None = None  # the same as text, if it has been rendered
 
 
+def _bounded(value: JsonValue) -> JsonValue:
+    """A value as it is recorded: a long one by the beginning of its JSON text."""
+    text = json.dumps(value)
+    return value if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text)} characters)"
+
+
 @dataclass
 class Session:
     """Conversations of one API key. Its methods are called from one thread."""
@@ -138,7 +145,7 @@ class Session:
 
     def override(self, asked: Mapping[str, JsonValue]) -> None:
         """Record parameters that have no effect."""
-        self.overridden |= asked
+        self.overridden |= {name: _bounded(value) for name, value in asked.items()}
         self.counts.update(f"overridden/{name}" for name in asked)
 
     @property

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import StageFailed
@@ -45,7 +46,7 @@ class Response:
     @property
     def sample(self) -> Sample:
         """Third argument of a function that takes one."""
-        tokens = tuple(int(token) for token in self.tokens)
+        tokens = tuple(np.asarray(self.tokens).tolist())
         return Sample(self.prompt_id, self.sample_id, self.iteration, self.finish_reason, tokens)
 
 
@@ -115,7 +116,7 @@ class Worker:
         deadline_s = self._order.deadline_s * len(responses)
         asked = {"records": [dict(one.record) for one in responses], "responses": [one.text for one in responses]}
         if self._wants_sample:
-            asked["samples"] = [asdict(one.sample) for one in responses]
+            asked["samples"] = [vars(one.sample) for one in responses]
         self._send(f"{deadline_s}\t{json.dumps(asked)}\n")
         answer = self._answer(2 * (deadline_s + self._order.start_deadline_s) + _SLACK_S)  # a late death: again
         if answer["status"] == "refused":

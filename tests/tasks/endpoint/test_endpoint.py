@@ -177,6 +177,10 @@ def test_sampling_of_the_run_is_kept(codec):
         how = policy.asked[0][3]
     assert (how.temperature, how.max_tokens) == (1.0, 7)
     assert session.overridden == {"temperature": 0.2, "seed": 1}
+    session.override({"temperature": 0.3, "logit_bias": {str(token): 1 for token in range(100_000)}})
+    assert session.overridden["temperature"] == 0.3
+    assert session.overridden["logit_bias"].startswith('{"0": 1, ')
+    assert len(session.overridden["logit_bias"]) < 250
     with talking(codec, lambda text, seed: "two", sampling="refuse") as (endpoint, policy, url):
         session = endpoint.open(5)
         with pytest.raises(openai.BadRequestError) as refused:
