@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _TESTS = ("tests/tasks/rewards/test_judge.py",)
 _JUDGE, _ENGINE = "tasks/rewards/judge.py", "tasks/rewards/engine_judge.py"
 _ON_ENGINE = ("tests/tasks/rewards/test_engine_judge.py",)
+_MODEL, _VALUES = "tasks/rewards/reward_model.py", ("tests/tasks/rewards/test_reward_model.py",)
 
 JUDGE = (
     Mutant(
@@ -86,5 +87,61 @@ JUDGE = (
         "final = self.respondent.exact and not self.judge.temperature",
         "final = False",
         _ON_ENGINE,
+    ),
+    Mutant(
+        "value-before-the-last-token",
+        "a reward model gives the value behind another token than the last",
+        "tasks/rewards/pool.py",
+        "np.concatenate([self.prompt, self.tokens])",
+        "np.concatenate([self.prompt, self.tokens[:-1]])",
+        _VALUES,
+    ),
+    Mutant(
+        "value-without-the-prompt",
+        "a reward model reads the response alone",
+        "tasks/rewards/pool.py",
+        "np.concatenate([self.prompt, self.tokens])",
+        "np.concatenate([self.tokens, self.tokens[:0]])",
+        _VALUES,
+    ),
+    Mutant(
+        "no-value-is-a-number",
+        "a value that is not finite counts as 0",
+        _MODEL,
+        'return failed("non_finite", f"the reward model gives {value}")',
+        'return Score(0.0, "ok")',
+        _VALUES,
+    ),
+    Mutant(
+        "values-together",
+        "the value of a sample depends on those beside it",
+        "tasks/engine/vllm/classifier.py",
+        "1 if spec.together else spec.max_num_seqs",
+        "spec.max_num_seqs",
+        _VALUES,
+    ),
+    Mutant(
+        "reward-model-of-other-tokens",
+        "the tokens of a reward model are not compared with the policy's",
+        "tasks/model_checks/judge.py",
+        '        check_tokens(folder, tokens(), "reward model, whose values")\n',
+        "",
+        _VALUES,
+    ),
+    Mutant(
+        "reward-model-without-a-score",
+        "a folder without a score is taken for a reward model",
+        "tasks/model_checks/fitness.py",
+        "    if scores:\n        _check_score(facts, found, str(folder))\n",
+        "",
+        _VALUES,
+    ),
+    Mutant(
+        "padding-ends-a-response",
+        "transformers takes the stop token of a response for padding",
+        "tasks/data/classifiers.py",
+        "None if padding in ends else padding",
+        "padding",
+        _VALUES,
     ),
 )

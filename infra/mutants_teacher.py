@@ -50,7 +50,7 @@ TEACHER = (
         "teacher-of-another-tokenizer",
         "the tokens of a teacher are not compared with the model's",
         "tasks/model_checks/objective.py",
-        "    _check_tokens(folder, tokens())\n",
+        '    check_tokens(folder, tokens(), "teacher, whose probabilities")\n',
         "",
         _LOOP,
     ),

@@ -17,13 +17,15 @@ from tasks.config.model import JUDGE_KEY, judge_section
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.backends import token_bytes
+from tasks.data.classifiers import gives_values
 from tasks.data.generated import model_config
 from tasks.data.models import count_parameters, open_model, parameters_in
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
 from tasks.data.values import Keyed
 from tasks.environments.checking import check_environment
+from tasks.model_checks.architectures import architecture_of
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
-from tasks.model_checks.judge import check_judge
+from tasks.model_checks.judge import check_judge, judge_facts
 from tasks.model_checks.objective import check_engine, check_objective, check_teacher, teacher_parameters
 from tasks.preflight import check_continued, check_model
 from tasks.rewards.passing import check_components, check_passing
@@ -118,7 +120,8 @@ def _check_content(document: str, device: Device) -> None:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
     check_teacher(config, facts, lambda: text_codec(config).backend, device)
-    check_judge(config, device)
+    _check_kind(config, judge_facts(config))
+    check_judge(config, facts, lambda: text_codec(config).backend, device)
     if config.scores and config.environment is None:
         check_golds(config.reward, [tables[name] for name in ("train", "held_out") if name in tables])
 
@@ -139,6 +142,8 @@ def check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) ->
     check_sources(config, prepared)
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
     _check_settings(config, facts, device := _device(config), where)
+    judge = prepared.below(JUDGE_MODEL).get("config.json")
+    _check_kind(config, None if judge is None else json.loads(read_part(root, judge)))
     _check_room(config, device, lambda: tuple(_stored_parameters(root, prepared, of) for of in (MODEL, TEACHER_MODEL)))
     check_stored_prompts(config, root, prepared)
 
@@ -192,6 +197,9 @@ def _check_asked(config: RunConfig) -> None:
     scores = config.environment is None and (config.scores if config.retrain is None else config.retrain.rescore)
     asking = own_judges(config.reward) if scores else []
     if asking and config.engines is None:
+        if find_reward(asking[0].function, asking[0].key).values:
+            fact = f"{asking[0].key} = {asking[0].function!r} has no model that scores"
+            raise InputError(f"{fact}: give the folder of a reward model as engines.judge.source")
         raise InputError(
             f'{asking[0].key} = "judge" has no url in its arguments, and the run has no engine that judges: give the '
             "url of an OpenAI-compatible judge, or its model as engines.judge.source"
@@ -199,9 +207,21 @@ def _check_asked(config: RunConfig) -> None:
     if config.engines is not None and config.retrain is None and not asking:
         raise InputError(
             f"engines.judge.source = {config.engines.judge.source!r} has no effect, because no reward asks that "
-            'engine: set reward.function = "judge" with arguments that have a rubric and no url, or leave '
-            "[engines.judge] out"
+            'engine: set reward.function = "judge" with arguments that have a rubric and no url (of a reward model '
+            '"reward_model" without arguments), or leave [engines.judge] out'
         )
+
+
+def _check_kind(config: RunConfig, judge: Facts | None) -> None:
+    """Refuse a reward model that is asked as a judge, and the reverse; `judge` is the config.json of the model."""
+    for part in own_judges(config.reward) if judge is not None else []:
+        if (wants := find_reward(part.function, part.key).values) == gives_values(judge or {}):
+            continue
+        fact = f"{part.key} = {part.function!r} needs {'a reward model' if wants else 'a chat model'}"
+        there = f"{fact}, and engines.judge.source is a {architecture_of(judge or {}, JUDGE_KEY)}"
+        if wants:
+            raise InputError(f'{there}: take a folder that `ratchet export` made of a reward model, or set "judge"')
+        raise InputError(f'{there}: set "reward_model" without arguments, or take a chat model')
 
 
 def check_saving(config: RunConfig, device: Device) -> None:

@@ -28,7 +28,8 @@ _EXPERTS = re.compile(r"^(?P<before>.*\.experts)\.experts\.(?P<after>.*)$")
 _NUMBERED = re.compile(r"\.layers\.(\d+)\.")
 _ADAPTER = ".adapter."
 _IN_FP32 = ".router.expert_bias"
-_OF_THE_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_OUTPUT, _CONSTANT, _SCORE = "output_layer.weight", "output_layer.bias", "score.weight"
+_OF_THE_VOCABULARY = ("embedding.word_embeddings.weight", _OUTPUT)
 _UNCHANGED = (
     maps.AutoMapping, maps.DirectMapping, maps.ColumnParallelMapping, maps.RowParallelMapping, maps.ReplicatedMapping,
 )  # fmt: skip
@@ -91,17 +92,19 @@ class Adapted:
 class StoredWeights:
     """All weights of a state, in the order of the layers."""
 
-    def __init__(self, model_dir: Path, state: SavedState, vocab_size: int) -> None:
+    def __init__(self, model_dir: Path, state: SavedState, vocab_size: int, scores: bool = False) -> None:
         """Plan the conversion; reads no tensor. `model_dir` has the model's config.json, and if the state holds
-        adapters also the model's weights; the embedding has `vocab_size` rows without padding. Raises InputError:
-        megatron-bridge does not know the architecture, or a tensor cannot be converted."""
+        adapters also the model's weights; the embedding has `vocab_size` rows without padding. The state of a critic
+        `scores`: its output layer is named as that of a classifier, without the constant, which no pair of responses
+        decides and transformers does not know. Raises InputError: megatron-bridge does not know the architecture, or a
+        tensor cannot be converted."""
         with quietly():
             bridge = AutoBridge.from_hf_pretrained(str(model_dir))
             self._config = bridge.to_megatron_provider(load_weights=False)
             self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
-        self._state, self._vocab_size = state, vocab_size
+        self._state, self._vocab_size, self._scores = state, vocab_size, scores
         tensors = [name for name in sorted(state.tensors) if not name.startswith(OPTIMIZER_PREFIX)]
-        held = [name for name in tensors if _ADAPTER not in name]
+        held = [name for name in tensors if _ADAPTER not in name and not (scores and name == _CONSTANT)]
         found: list[Entry | Adapted] = [self._entry(name, *layer) for name in held for layer in self._layers(name)]
         if state.facts.lora is not None:
             given = {name for entry in found for name in entry.names}
@@ -165,7 +168,8 @@ class StoredWeights:
         parts = split(torch.empty(region.shape[axes:], dtype=dtype, device="meta"))
         shapes = tuple(tuple(part.shape) for part in parts)
         in_fp32 = stored.endswith(_IN_FP32)
-        return Entry(stored, region, axes, _names(mapping.hf_param), shapes, dtype, split, in_fp32, _place(name))
+        names = (_SCORE,) if self._scores and name == _OUTPUT else _names(mapping.hf_param)
+        return Entry(stored, region, axes, names, shapes, dtype, split, in_fp32, _place(name))
 
     def _split(self, mapping: Any, name: str) -> Callable[[torch.Tensor], Tensors]:
         if type(mapping) is maps.QKVMapping:
@@ -201,4 +205,4 @@ def _place(name: str) -> tuple[int, int]:
     numbered = _NUMBERED.search(name)
     if numbered:
         return 1, int(numbered.group(1))
-    return (0, 0) if name.startswith("embedding.") else (2, int(name == "output_layer.weight"))
+    return (0, 0) if name.startswith("embedding.") else (2, int(name == _OUTPUT))

@@ -86,7 +86,7 @@ def export_command(
 def _exported(made: "Exported") -> Iterator[str]:
     yield f"folder     {made.folder}"
     yield f"model      iteration {made.iteration} of run {made.run}, {made.precision}"
-    yield f"weights    {made.tensors} tensors, {size(made.bytes)}, as served: {made.weights_digest}"
+    yield f"weights    {made.tensors} tensors, {size(made.bytes)}, digest {made.weights_digest}"
     yield f"files      {', '.join(sorted(made.files))}"
 
 

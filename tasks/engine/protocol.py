@@ -321,3 +321,12 @@ class EngineProtocol(Protocol):
 
     def wake(self) -> None:
         """Take the card's memory again, with the weights of before; calls that need it do so by themselves."""
+
+
+class ValuesProtocol(Protocol):
+    """An engine whose model is a classifier: it gives a value in place of responses."""
+
+    def values(self, sequences: Sequence[TokenIds]) -> NDArray[np.float32]:
+        """(N,) values behind the last token of each sequence, before any activation. Raises InputError: a sequence is
+        empty, or longer than `EngineSpec.max_model_len`."""
+        ...

@@ -3,8 +3,9 @@
 import sys
 
 from storage.ownership.scratch import new_folder
+from tasks.data.classifiers import folder_gives_values
 from tasks.engine.own import OwnEngine
-from tasks.engine.protocol import EngineProtocol, EngineSpec
+from tasks.engine.protocol import EngineProtocol, EngineSpec, ValuesProtocol
 from trainer_core.user_code import UserFunction
 
 _PARSER = "import os; own = os.dup(1); os.dup2(2, 1); from tasks.engine.vllm.parsing import serve; serve(own)"
@@ -12,12 +13,18 @@ PARSER = [sys.executable, "-P", "-c", _PARSER]
 """Command of the process that reads answers with vLLM's parsers, which log to standard output while imported."""
 
 
-def start_engine(spec: EngineSpec, meeting_place: str | None, own: UserFunction | None) -> EngineProtocol:
-    """Start an engine. The processes of `spec.tensor` above 1 meet in `meeting_place`, an empty folder; where none is
-    given, in one that is made here. `own` is the user's class; None is vLLM. Raises InputError: it cannot be started
-    with this specification."""
+def start_engine(
+    spec: EngineSpec, meeting_place: str | None, own: UserFunction | None
+) -> EngineProtocol | ValuesProtocol:
+    """Start an engine, of a classifier one that gives values. The processes of `spec.tensor` above 1 meet in
+    `meeting_place`, an empty folder; where none is given, in one that is made here. `own` is the user's class; None is
+    vLLM. Raises InputError: it cannot be started with this specification."""
     if own is not None:
         return OwnEngine.of(own, spec)
+    if folder_gives_values(spec.model_dir):
+        from tasks.engine.vllm.classifier import Classifier
+
+        return Classifier(spec)
     from tasks.engine.vllm.engine import Engine
 
     if meeting_place is None and spec.tensor > 1:

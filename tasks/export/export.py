@@ -26,17 +26,18 @@ from tasks.config.credentials import shown_text
 from tasks.config.evaluation import PASS
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
+from tasks.data.classifiers import classifier_config
 from tasks.data.hub import INDEX, hub_id, is_hub_id, is_weights
 from tasks.engine.protocol import BASE, weights_digest
 from tasks.export.choice import Chosen
 from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL
-from tasks.stages.views import Served
+from tasks.stages.views import Prepared, Served
 from trainer_core.config import Precision
 from trainer_core.lora import LoraConfig
 from trainer_core.platform.platform import prepare
-from trainer_core.state.facts import needed_for_weights
+from trainer_core.state.facts import CRITIC, needed_for_values, needed_for_weights
 from trainer_core.state.saved import SavedState
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.packing import dtype_name
@@ -115,7 +116,8 @@ class Exported(BaseModel, frozen=True, extra="forbid"):
     iteration: int
     folder: str  # the folder or URL
     precision: Precision  # type of the weights in it
-    weights_digest: str  # identity of the weights as they were served; the export is compared with it
+    weights_digest: str
+    """Identity of the weights as they were served, with which the export is compared; of a reward model, its own."""
     tensors: int
     bytes: int  # size of the weights
     files: dict[str, str]  # xxh3-128 of each file, by name
@@ -124,12 +126,14 @@ class Exported(BaseModel, frozen=True, extra="forbid"):
 def export(
     root: Root, chosen: Chosen, target: ExportFolder, precision: Precision | None, limit: int = SHARD_BYTES
 ) -> Exported:
-    """Write the weights of an iteration as a Hugging Face folder. `precision` is by default that of the state; a state
-    in bf16 exported as fp32 holds the same values. The biases of routers are fp32 in any. A shard has at most `limit`
-    bytes. Raises DigestMismatch (the state does not give the weights that were served, or a part of it is damaged),
-    InputError (the architecture cannot be exported) or StorageError (a file reads back otherwise than it was
+    """Write the weights of an iteration as a Hugging Face folder; of a run that trains a reward model this one, as a
+    classifier with one label. `precision` is by default that of the state; a state in bf16 exported as fp32 holds the
+    same values. The biases of routers are fp32 in any. A shard has at most `limit` bytes. Raises DigestMismatch (the
+    state does not give the weights that were served, or a part of it is damaged), InputError (the architecture cannot
+    be exported, or the iteration has no reward model yet) or StorageError (a file reads back otherwise than it was
     written)."""
-    with _opened(root, chosen) as (weights, state, model_config):
+    scores = _scores(root, chosen)
+    with _opened(root, chosen, scores) as (weights, state, model_config):
         live = _live(root, chosen, weights, state)
         written = precision or state.facts.precision
         types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
@@ -140,7 +144,10 @@ def export(
         digests: dict[str, str] = {}
         index = write_shards(target, shards, _streamed(weights, types, digests))
     exported = weights_digest(digests if live is None else live)
-    _compare(chosen, exported)
+    if scores:  # no engine of the run was sent these
+        model_config = classifier_config(model_config, Prepared(chosen.manifest(Stage.PREPARE, 0)).stop_tokens)
+    else:
+        _compare(chosen, exported)
     if len(shards) > 1:
         target.write(INDEX, _json(index))
     _write_texts(root, chosen, target, written, model_config)
@@ -202,21 +209,37 @@ def _live(root: Root, chosen: Chosen, weights: "StoredWeights", state: SavedStat
     return {**{name: tensor_digest(factor) for name, factor in weights.factors()}, BASE: state.facts.lora.base}
 
 
+def _scores(root: Root, chosen: Chosen) -> bool:
+    """True if the run trains a reward model. Raises InputError: the state does not hold it."""
+    if not _trains_scores(stored_config(root, chosen.run)):
+        return False
+    if not chosen.manifest(Stage.TRAIN).below(f"{STATE}{CRITIC}/"):
+        fact = f"iteration {chosen.iteration} of run {chosen.run!r} is what its reward model begins with, and has none"
+        raise InputError(f"{fact}: export a later one, or the run that it is from")
+    return True
+
+
+def _trains_scores(config: RunConfig) -> bool:
+    return config.train.policy.loss.trains_critic
+
+
 @contextmanager
-def _opened(root: Root, chosen: Chosen) -> Iterator[tuple["StoredWeights", SavedState, dict]]:
-    """Weights of a stored state, the state, and the content of the model's config.json."""
+def _opened(
+    root: Root, chosen: Chosen, scores: bool = False
+) -> Iterator[tuple["StoredWeights", SavedState, dict[str, Any]]]:
+    """Weights of a stored state, or of its critic, the state, and the content of the model's config.json."""
     with scratch() as folder:
         prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
         model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
-        materialize(root, trained, folder / "state", STATE, needed_for_weights)
-        state = SavedState(folder / "state", weights_alone=True)
+        materialize(root, trained, folder / "state", STATE, needed_for_values if scores else needed_for_weights)
+        state = SavedState(folder / "state" / (CRITIC if scores else ""), weights_alone=True)
         if state.facts.lora is not None:  # what adapters are added to is no part of the state
             materialize(root, prepared, folder, MODEL, is_weights)
         prepare("cpu")
         from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
 
-        yield StoredWeights(folder, state, int(model_config["vocab_size"])), state, model_config
+        yield StoredWeights(folder, state, int(model_config["vocab_size"]), scores), state, model_config
 
 
 def _streamed(
@@ -285,7 +308,8 @@ def model_card(
 
 def _metadata(config: RunConfig) -> dict[str, Any]:
     tags = ["ratchet", config.train.policy.method]
-    known = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
+    task = "text-classification" if _trains_scores(config) else "text-generation"
+    known = {"library_name": "transformers", "pipeline_tag": task, "tags": tags}
     source = config.model.source or ""
     return {**known, **({"base_model": hub_id(source).name} if is_hub_id(source) else {})}
 
@@ -306,7 +330,7 @@ def _rows(
         yield "trained by run", trained.origin.run
     yield "base model", _base_model(config)
     yield "precision of this folder", precision
-    yield "weights as they were served", f"`{lineage.weights_digest}`"
+    yield from [] if _trains_scores(config) else [("weights as they were served", f"`{lineage.weights_digest}`")]
     yield "manifest of the train state", f"`{trained.digest}`"
     yield "configuration", f"`{trained.config_digest}`"
     yield "code", ", ".join(sorted({step.code_version for step in lineage.steps}))

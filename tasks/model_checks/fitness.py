@@ -7,6 +7,7 @@ from typing import Any
 
 from storage.errors import InputError
 from tasks.config.run import RunConfig
+from tasks.data.classifiers import CAUSAL, CLASSIFIER
 from tasks.data.generated import model_config, shapes
 from tasks.data.hub import INDEX
 from tasks.data.models import ModelFolder, open_model
@@ -26,7 +27,7 @@ Shape = tuple[int, ...]
 _LENGTH = 8
 _LONGEST_HEADER = 100 << 20  # as safetensors itself
 _TYPES = {"F32", "BF16", "F16"}
-_HEAD = "lm_head.weight"
+_HEAD, _SCORE, _CONSTANT = "lm_head.weight", "score.weight", "score.bias"
 _REPAIR = "take the config.json that belongs to the weights"
 
 
@@ -40,13 +41,29 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
 
 def folder_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> Facts:
     """Checked config.json of a model's folder; raises as `source_facts`."""
-    there, facts = folder.files(), folder.document("config.json")
+    return _checked(folder, folder.document("config.json"), device, accept)
+
+
+def classifier_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> Facts:
+    """The same of a reward model, as those of the model below its score. Raises InputError besides: it has no score for
+    each position, or several."""
+    facts = folder.document("config.json")
+    labels = len(facts.get("id2label") or ()) or facts.get("num_labels", 2)  # 2 is the default of transformers
+    if labels != 1:
+        fact = f"{folder} tells {labels} classes apart (id2label or num_labels in config.json)"
+        raise InputError(f"{fact}, and a reward is one number: choose a reward model, with one label")
+    below = architecture_of(facts, str(folder)).removesuffix(CLASSIFIER) + CAUSAL
+    return _checked(folder, {**facts, "architectures": [below]}, device, accept, scores=True)
+
+
+def _checked(folder: ModelFolder, facts: Facts, device: Device, accept: Sequence[str], scores: bool = False) -> Facts:
+    there = folder.files()
     architectures.check_architecture(facts, device, accept, str(folder))
     if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
         fact = f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run"
         raise InputError(f"{fact}: use a model whose tokenizer transformers has")
     architectures.check_numbers(facts, str(folder))
-    check_weights(folder, facts)
+    check_weights(folder, facts, scores)
     return facts
 
 
@@ -113,16 +130,29 @@ def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:
     return [Unused(name, lambda _: reason) for name in names]
 
 
-def check_weights(folder: ModelFolder, facts: Mapping[str, Any]) -> None:
-    """Raises InputError, naming the file or the tensor: weights are not whole, quantized, or do not fit config.json."""
+def check_weights(folder: ModelFolder, facts: Mapping[str, Any], scores: bool = False) -> None:
+    """Raises InputError, naming the file or the tensor: weights are not whole, quantized, or do not fit config.json;
+    of a model that `scores` in place of predicting, its score is not one number."""
     sizes, found = folder.files(), dict[str, Shape]()
     for name in folder.weights():
         found |= _tensors(folder, name, sizes[name])
     named = folder.document(INDEX)["weight_map"] if INDEX in sizes else ()
     if missing := sorted(set(named) - set(found)):
         raise InputError(f"{folder}: {INDEX} names {missing[0]}, which none of its files has: copy the model again")
+    if scores:
+        _check_score(facts, found, str(folder))
     if architecture_of(facts, str(folder)) in LLAMA_LIKE:
-        _compare(facts, found, str(folder))
+        _compare({**facts, "tie_word_embeddings": True} if scores else facts, found, str(folder))
+
+
+def _check_score(facts: Mapping[str, Any], found: Mapping[str, Shape], where: str) -> None:
+    if (shape := found.get(_SCORE)) != (1, facts["hidden_size"]):
+        there = "lack it" if shape is None else f"have it with the shape {list(shape)}"
+        fact = f"{where}: a reward model has {_SCORE} of the shape [1, {facts['hidden_size']}], and the weights {there}"
+        raise InputError(f"{fact}: take a folder that `ratchet export` made of a reward model, or another such one")
+    if _CONSTANT in found:
+        fact = f"{where}: the weights hold {_CONSTANT}, which vLLM adds and transformers does not"
+        raise InputError(f"{fact}: remove it, as it moves all rewards alike")
 
 
 def _tensors(folder: ModelFolder, name: str, size: int) -> dict[str, Shape]:

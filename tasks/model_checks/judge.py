@@ -1,32 +1,51 @@
 """Checks of the model that judges on an engine of the run, before anything expensive starts."""
 
+from collections.abc import Callable
+
 from storage.errors import InputError
 from storage.ownership.scratch import scratch
 from tasks.config.model import JUDGE_KEY, judge_section
 from tasks.config.run import RunConfig
+from tasks.data.backends import Backend
+from tasks.data.classifiers import gives_values
 from tasks.data.hub import TEXT_FILES
 from tasks.data.models import ModelFolder, count_parameters, open_model
 from tasks.data.tokenizer import TextCodec
 from tasks.model_checks import architectures
-from tasks.model_checks.fitness import folder_facts
+from tasks.model_checks.fitness import Facts, classifier_facts, folder_facts
+from tasks.model_checks.objective import check_tokens
 from trainer_core.config import Device
 
 
-def check_judge(config: RunConfig, device: Device) -> None:
-    """Refuse a model that an engine cannot serve, or that cannot be asked. Without one nothing is checked. Raises
-    InputError."""
+def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device) -> None:
+    """Refuse a model that an engine cannot serve, or that cannot be asked: a chat model that judges, or a reward model,
+    which scores the tokens of the model with the config.json `own` and the tokenizer that `tokens` reads. Without one
+    nothing is checked. Raises InputError."""
     section = judge_section(config.model, config.engines)
     if section is None or config.engines is None:
         return
     folder, longest = open_model(section, JUDGE_KEY), config.engines.judge.max_model_len
-    facts = folder_facts(folder, device, section.accept)
+    scores = gives_values(folder.document("config.json"))
+    facts = (classifier_facts if scores else folder_facts)(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
     if (context := int(facts["max_position_embeddings"])) < longest:
         fact = f"{folder} has a context of {context} tokens, but engines.judge.max_model_len is {longest}"
         raise InputError(f"{fact}: lower it, or choose another judge")
-    if not _codec(folder).has_template:
+    if scores:
+        _check_reward_model(config, own, facts, folder)
+        check_tokens(folder, tokens(), "reward model, whose values")
+    elif not _codec(folder).has_template:
         fact = f"the tokenizer of {folder} has no chat template, and a judge is asked by messages"
         raise InputError(f"{fact}: choose a chat model")
+
+
+def judge_facts(config: RunConfig) -> Facts | None:
+    """Content of a judge's config.json, unchecked; None without one. Raises InputError: it cannot be read."""
+    if (section := judge_section(config.model, config.engines)) is None:
+        return None
+    folder = open_model(section, JUDGE_KEY)
+    folder.files()  # that it is there is told first
+    return folder.document("config.json")
 
 
 def judge_parameters(config: RunConfig) -> int:
@@ -34,6 +53,17 @@ def judge_parameters(config: RunConfig) -> int:
     if (section := judge_section(config.model, config.engines)) is None:
         return 0
     return count_parameters(section, open_model(section, JUDGE_KEY).document("config.json"))
+
+
+def _check_reward_model(config: RunConfig, own: Facts, facts: Facts, folder: ModelFolder) -> None:
+    assert config.engines is not None
+    longest, sampled = config.engines.judge.max_model_len, config.engine.max_model_len
+    if config.retrain is None and longest < sampled:
+        fact = f"engine.max_model_len = {sampled} lets samples grow beyond engines.judge.max_model_len = {longest}"
+        raise InputError(f"{fact}, and the reward model has no score for these: raise it to {sampled}")
+    if facts["vocab_size"] < own["vocab_size"]:
+        fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
+        raise InputError(f"{fact}: choose a reward model with as many")
 
 
 def _codec(folder: ModelFolder) -> TextCodec:

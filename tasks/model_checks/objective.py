@@ -72,7 +72,7 @@ def check_teacher(config: RunConfig, own: Facts, tokens: Callable[[], Backend], 
     if facts["vocab_size"] < own["vocab_size"]:
         fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
         raise InputError(f"{fact}: choose a teacher with as many")
-    _check_tokens(folder, tokens())
+    check_tokens(folder, tokens(), "teacher, whose probabilities")
 
 
 def teacher_parameters(config: RunConfig) -> int:
@@ -82,7 +82,8 @@ def teacher_parameters(config: RunConfig) -> int:
     return count_parameters(section, open_model(section, TEACHER_KEY).document("config.json"))
 
 
-def _check_tokens(folder: ModelFolder, tokens: Backend) -> None:
+def check_tokens(folder: ModelFolder, tokens: Backend, what: str) -> None:
+    """Refuse a model of `what` is scored with other tokens than the model's. Raises InputError, with the first one."""
     with scratch() as directory:
         for name in set(folder.files()) & set(TEXT_FILES):
             folder.fetch(name, directory / name)
@@ -91,6 +92,6 @@ def _check_tokens(folder: ModelFolder, tokens: Backend) -> None:
         if (own := tokens.token_text(token)) != (other := theirs.token_text(token)):
             raise InputError(
                 f"{folder} has another tokenizer than the model: token {token} is {own!r} for the model, and {other!r} "
-                "for the teacher, whose probabilities would be those of other texts. Choose a teacher with the model's "
+                f"for the {what} would be those of other texts. Choose a {what.partition(',')[0]} with the model's "
                 "tokenizer"
             )

@@ -20,6 +20,7 @@ from storage.digest import value_digest
 from storage.errors import InputError, RatchetError
 from storage.exchanges import Exchange
 from tasks.rewards.answering import LONGEST_WAIT_S, Address, Respondent, Unanswered
+from tasks.rewards.reward_model import RewardModel
 from tasks.rewards.sample import Score, failed
 from tasks.rewards.words import shown
 from trainer_core.config import Frozen
@@ -204,6 +205,8 @@ class Judges:
     exchanges: Exchanges = field(default_factory=Remembered)
     engine: Respondent | None = None
     """The run's engine for a judge without a URL; None if it has none."""
+    model: RewardModel | None = None
+    """The reward model that this engine serves in place of a judge; None if there is none."""
 
 
 def judge(record: Mapping[str, Any], response: str, **arguments: Any) -> float:

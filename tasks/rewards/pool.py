@@ -42,12 +42,18 @@ class Response:
     iteration: int = 0
     finish_reason: str = ""
     tokens: Sequence[int] | NDArray[Any] = ()
+    prompt: Sequence[int] | NDArray[Any] = ()  # its token ids; no function is given them
 
     @property
     def sample(self) -> Sample:
         """Third argument of a function that takes one."""
         tokens = tuple(np.asarray(self.tokens).tolist())
         return Sample(self.prompt_id, self.sample_id, self.iteration, self.finish_reason, tokens)
+
+    @property
+    def whole(self) -> NDArray[np.int32]:
+        """Token ids of prompt and response."""
+        return np.concatenate([self.prompt, self.tokens]).astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ VERSIONS: Mapping[str, int] = {
     "tasks.rewards.math:math_verify": 1,
     "tasks.rewards.code:code_tests": 1,
     "tasks.rewards.judge:judge": 1,
+    "tasks.rewards.reward_model:reward_model": 1,
 }  # our own functions. A change that makes one score differently raises its version.
-_GRADED = {"tasks.rewards.match:characters"}
+_VALUES = {"tasks.rewards.reward_model:reward_model"}
+_GRADED = {"tasks.rewards.match:characters", *_VALUES}
 _IN_SANDBOX = {"tasks.rewards.code:code_tests"}
-_ASKS = {"tasks.rewards.judge:judge"}
+_ASKS = {"tasks.rewards.judge:judge", *_VALUES}
 _CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters", *_ASKS}
 
 
@@ -49,8 +51,13 @@ class Target(UserFunction):
 
     @property
     def asks(self) -> bool:
-        """True if it asks a judge, with deadlines of its own."""
+        """True if it asks a judge or a reward model, with deadlines of its own."""
         return self.path in _ASKS
+
+    @property
+    def values(self) -> bool:
+        """True if a reward model scores, which is given token ids."""
+        return self.path in _VALUES
 
     @property
     def needs_process(self) -> bool:

@@ -15,6 +15,7 @@ from tasks.rewards.calling import Caller, NotFinite, weighted
 from tasks.rewards.judge import Judges, judged
 from tasks.rewards.pool import Response, Scored, ScoringOrder, score_in_processes, source_in_process
 from tasks.rewards.resolve import find_reward, own_function, values_of
+from tasks.rewards.reward_model import valued
 from tasks.rewards.sample import Score, failed
 
 EXAMPLES = 3  # failures that a message shows; so many are collected before scoring ends early
@@ -72,12 +73,13 @@ def scoring_processes(section: RewardSection) -> int:
 def notices(section: RewardSection) -> list[str]:
     """Notices for people about the scoring of responses."""
     if section.tried and own_judges(section):
-        return ["the reward is not called on records before the run: its judge is an engine that starts with the run"]
+        kind = "reward model" if any(find_reward(part.function).values for part in section.parts) else "judge"
+        return [f"the reward is not called on records before the run: its {kind} is an engine that starts with the run"]
     return [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
 
 
 def own_judges(section: RewardSection) -> list[RewardFunction]:
-    """The functions of the section that ask the run's engine `[engines.judge]`."""
+    """The functions of the section that ask the run's engine `[engines.judge]`, a judge or a reward model."""
     asking = [part for part in section.parts if find_reward(part.function, part.key).asks]
     return [part for part in asking if "url" not in part.arguments]
 
@@ -129,6 +131,8 @@ def _scored(
 ) -> Scored:
     order = order_of(section, part)
     version = order.target.version
+    if order.target.values:
+        return Scored([*valued([one.whole for one in responses], judges.model)], f"version {version}")
     if order.target.asks:
         asked = [(one.record, one.text) for one in responses]
         found = judged(values_of(order.arguments), asked, judges, allowed, without_secrets)

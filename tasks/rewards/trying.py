@@ -68,7 +68,7 @@ def _checked(document: str) -> None:
             check_sandbox()
             _check_seconds(section, part)
         try:
-            if order.target.asks:
+            if order.target.asks and not order.target.values:
                 Judge.of(values_of(part.arguments))
             if order.target.version is not None:
                 parameters_of(own_function(order.target), values_of(part.arguments), part.batch)

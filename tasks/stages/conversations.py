@@ -24,7 +24,7 @@ from tasks.environments.sampler import EngineSampler
 from tasks.environments.scores import Kept
 from tasks.environments.trajectory import columns_of
 from tasks.stages.context import RunContext
-from tasks.stages.prepared import model_directory, records_of, text_codec
+from tasks.stages.prepared import Records, model_directory, text_codec
 from tasks.stages.views import Prepared
 from tasks.workers.engines import EngineHandle
 from trainer_core.user_code import source_digest
@@ -74,7 +74,7 @@ def tasks_of(prompts: pa.Table, samples: Iterable[int], seeds: Iterable[int], wo
         prompts: a row for each of them, as prompt tables have it.
         samples, seeds, worlds: for each, the number of the sample, and the seeds of the policy and of the environment.
     """
-    records = records_of(prompts)
+    records = Records(prompts)
     rows = zip(
         prompts["prompt_id"].to_pylist(), samples, token_rows(prompts["prompt_tokens"]), seeds, worlds, strict=True
     )

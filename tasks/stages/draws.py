@@ -26,7 +26,7 @@ from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses, sources_of, useful_groups
 from tasks.stages.judging import judges_of
-from tasks.stages.prepared import prompts, records_of, shares, text_codec
+from tasks.stages.prepared import Records, prompts, shares, text_codec
 from tasks.stages.scored import accepted, responses_of, scored_by, unchanged, with_scores
 from tasks.stages.stage import Work
 from tasks.stages.views import Prepared, Rollouts
@@ -152,7 +152,7 @@ def further(wanted: int, drawn: int, useful: int, most: int) -> int:
 
 def scorable(work: Work, prepared: Prepared, samples: pa.Table) -> list[Response]:
     """The responses of a rollout's rows, as reward functions are given them."""
-    records = records_of(prompts(work.context, prepared, "train"))
+    records = Records(prompts(work.context, prepared, "train"))
     return responses_of(with_finish_reasons(samples), text_codec(work.context, prepared), records, work.iteration)
 
 

@@ -16,7 +16,7 @@ from tasks.rewards.scoring import Scores, score_responses
 from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
-from tasks.stages.prepared import prompts, records_of, text_codec
+from tasks.stages.prepared import Records, prompts, text_codec
 from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
 from tasks.stages.scored import accepted, metrics, responses_of, scored_by, with_scores
 from tasks.stages.served_weights import ensure_served
@@ -41,7 +41,7 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
         answers, played = _played(work, prepared, served, table, sources)
     else:
         answers = _answered(work, prepared, served, table)
-    responses = responses_of(answers, text_codec(work.context, prepared), records_of(table), work.iteration)
+    responses = responses_of(answers, text_codec(work.context, prepared), Records(table), work.iteration)
     if sources:
         scored = Scores([one.score.score for one in played], sources)
     else:

@@ -35,7 +35,7 @@ from tasks.stages.context import Portion, RunContext
 from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
-from tasks.stages.prepared import prompts, records_of, text_codec
+from tasks.stages.prepared import Records, prompts, text_codec
 from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
 from tasks.stages.scored import responses_of, scored_by, unchanged, with_scores
 from tasks.stages.served_weights import ensure_served
@@ -245,7 +245,7 @@ class _Asked:
 
     def _scored(self, answers: pa.Table, rows: pa.Table) -> pa.Table:
         iteration = self.writer.iteration
-        responses = responses_of(answers, self.codec, records_of(rows), iteration)
+        responses = responses_of(answers, self.codec, Records(rows), iteration)
         what = f"evaluation of iteration {iteration}"
         section, judges = self.context.config.reward, judges_of(self.context, self.prepared)
         scored = unchanged(score_responses(section, responses, True, judges), self.made_of, what)

@@ -4,13 +4,15 @@ import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from storage.backends.root import Root
 from storage.manifest import Part
 from storage.ownership.scratch import scratch
-from storage.parts import materialize, read_parts
+from storage.parts import materialize, read_parts, row_views
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
 from tasks.data.drawing import Share
@@ -55,11 +57,6 @@ def prompts(context: RunContext, prepared: Prepared, table: str) -> pa.Table:
     return _stored(context.root, manifest.part(name))  # pyright: ignore[reportArgumentType] - frozen, so hashable
 
 
-def records_of(table: pa.Table) -> Mapping[str, dict[str, object]]:
-    """Whole dataset records by prompt id, each parsed when it is asked for."""
-    return _Records(table)
-
-
 def shares(prepared: Prepared, config: DataSection) -> tuple[Share, ...]:
     """The sources that training prompts are drawn from by weight; none if they are one stream."""
     sources = config.sources("train")
@@ -69,13 +66,19 @@ def shares(prepared: Prepared, config: DataSection) -> tuple[Share, ...]:
     return tuple(Share(rows, 1.0 if source.weight is None else source.weight) for rows, source in pairs)
 
 
-class _Records(Mapping[str, dict[str, object]]):
+class Records(Mapping[str, dict[str, object]]):
+    """Whole dataset records of a table of prompts by prompt id, each parsed when it is asked for."""
+
     def __init__(self, table: pa.Table) -> None:
         self._rows = {name: row for row, name in enumerate(table["prompt_id"].to_pylist())}
-        self._records = table["record"]
+        self._records, self._tokens = table["record"], row_views(table["prompt_tokens"])
 
     def __getitem__(self, name: str) -> dict[str, object]:
         return json.loads(self._records[self._rows[name]].as_py())
+
+    def tokens(self, name: str) -> NDArray[Any]:
+        """(T,) int32 token ids of a prompt."""
+        return self._tokens[self._rows[name]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,12 +21,10 @@ from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
-from tasks.stages.prepared import records_of, text_codec
+from tasks.stages.prepared import Records, text_codec
 from tasks.stages.scored import accepted, responses_of, unchanged, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rescored, Selected
-
-Records = Mapping[str, Mapping[str, Any]]
 
 _NEEDED = ["prompt_id", "sample_id", "response_tokens", "turns", "iteration", "source"]
 _STAMP = 16  # characters of a digest
@@ -101,7 +98,7 @@ class _Scoring:
         prepare = source.prepare or ""  # `select` refuses imported samples
         if prepare not in self.readings:
             codec = text_codec(self.work.context, self.prepared, source.stop_tokens)
-            records = records_of(read_prompts(self.work.root, self.selected.manifest, prepare))
+            records = Records(read_prompts(self.work.root, self.selected.manifest, prepare))
             self.readings[prepare] = (codec, records)
         return self.readings[prepare]
 

@@ -17,6 +17,7 @@ from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
+from tasks.stages.prepared import Records
 
 _COLUMNS = ("reward", "status", "detail", "reason", "components")
 REPLACED = "reward_source_replaced"
@@ -25,15 +26,16 @@ REPLACED = "reward_source_replaced"
 _EXCERPT = 80
 
 
-def responses_of(
-    table: pa.Table, codec: TextCodec, records: Mapping[str, Mapping[str, Any]], iteration: int
-) -> list[Response]:
+def responses_of(table: pa.Table, codec: TextCodec, records: Records, iteration: int) -> list[Response]:
     """The responses of a table with `prompt_id`, `sample_id`, `response_tokens` and `finish_reason`."""
     tokens, named = table["response_tokens"], ("prompt_id", "sample_id", "finish_reason")
     rows = zip(
         *(table[name].to_pylist() for name in named), codec.decode_column(tokens), row_views(tokens), strict=True
     )
-    return [Response(records[one], text, one, number, iteration, end, ids) for one, number, end, text, ids in rows]
+    return [
+        Response(records[one], text, one, number, iteration, end, ids, records.tokens(one))
+        for one, number, end, text, ids in rows
+    ]
 
 
 def scored_by(section: RewardSection, sources: Mapping[str, str]) -> str:

@@ -21,7 +21,7 @@ from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses
 from tasks.stages.names import Stage
-from tasks.stages.prepared import records_of, stored_codec
+from tasks.stages.prepared import Records, stored_codec
 from tasks.stages.scored import metrics, responses_of, too_many
 from tasks.stages.views import Prepared
 
@@ -104,7 +104,7 @@ def _stored_responses(root: Root, run: str, iteration: int, seen: Revisions) -> 
         raise InputError(f"run {run!r} has no samples of iteration {iteration}: `ratchet show {run}` lists what it has")
     prepared = need(root, run, 0, Stage.PREPARE, seen)
     table = with_finish_reasons(read_table(root, rollout, ROLLOUT, _NEEDED))
-    records = records_of(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
+    records = Records(read_parts(root, [prepared.part("train.arrow")], PROMPTS))
     return responses_of(table, stored_codec(root, Prepared(prepared)), records, iteration)
 
 

@@ -125,6 +125,11 @@ def needed_for_weights(name: str) -> bool:
     return name != EFFECTIVE_FILE and not name.startswith((OPTIMIZER_PREFIX, _GENERATORS, f"{CRITIC}/"))
 
 
+def needed_for_values(name: str) -> bool:
+    """True if the file `name` of a state is needed to load the weights of its critic."""
+    return name.startswith(f"{CRITIC}/") and needed_for_weights(name.removeprefix(f"{CRITIC}/"))
+
+
 def check_base(directory: Path, facts: StateFacts, lora: LoraFacts | None) -> None:
     """Refuse a state whose adapters are not those that the trainer was built with, or belong to other weights. Raises
     InputError."""

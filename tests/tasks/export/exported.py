@@ -74,10 +74,12 @@ def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weigh
     root, config = open_root(url), config_of(str(folder / "model"), **train)
     digest = record_config(root, run, config)
     names = sorted(path.name for path in (folder / "model").iterdir())
+    state = folder / "state"
+    saved = sorted(str(path.relative_to(state)) for path in state.rglob("*") if path.is_file())
 
     def put(stage: Stage, iteration: int, source: str = "", **fields) -> Manifest:
         writer = PartWriter(root, run, iteration, stage)
-        there = {"model/": names, "state/": sorted(path.name for path in (folder / "state").iterdir()), "": []}[source]
+        there = {"model/": names, "state/": saved, "": []}[source]
         place = folder / (source or ".")
         parts = tuple(
             part.model_copy(update={"name": source + part.name})

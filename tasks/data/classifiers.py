@@ -1,0 +1,34 @@
+"""Reward models as Hugging Face folders: classifiers with one label, whose score is a value behind a sequence."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CLASSIFIER, CAUSAL = "ForSequenceClassification", "ForCausalLM"
+"""Ends of the names of architectures: a model with a score, and the same one with an output layer."""
+
+
+def gives_values(facts: Mapping[str, Any]) -> bool:
+    """True if the model with this config.json is a classifier."""
+    named = facts.get("architectures")
+    return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
+
+
+def folder_gives_values(directory: str) -> bool:
+    """The same of a model's directory; False if it has no config.json."""
+    path = Path(directory, "config.json")
+    return path.is_file() and gives_values(json.loads(path.read_text(encoding="utf-8")))
+
+
+def classifier_config(facts: Mapping[str, Any], ends: tuple[int, ...]) -> dict[str, Any]:
+    """config.json of the reward model over a model with these `facts`, whose responses may end with the tokens `ends`.
+    Its problem is a regression, or servers would put the value through a sigmoid. transformers reads the value behind
+    the last token that is not padding: a padding token that may end a response is therefore left out."""
+    padding = facts.get("pad_token_id")
+    own = {
+        "architectures": [str(facts["architectures"][0]).removesuffix(CAUSAL) + CLASSIFIER],
+        "id2label": {"0": "reward"}, "label2id": {"reward": 0}, "problem_type": "regression",
+        "pad_token_id": None if padding in ends else padding,
+    }  # fmt: skip
+    return {**{key: value for key, value in facts.items() if key != "num_labels"}, **own}
