@@ -1,7 +1,7 @@
 """Reward models as Hugging Face folders: classifiers with one label, whose score is a value behind a sequence."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def folder_gives_values(directory: str) -> bool:
     return path.is_file() and gives_values(json.loads(path.read_text(encoding="utf-8")))
 
 
-def classifier_config(facts: Mapping[str, Any], ends: tuple[int, ...]) -> dict[str, Any]:
+def classifier_config(facts: Mapping[str, Any], ends: Container[object]) -> dict[str, Any]:
     """config.json of the reward model over a model with these `facts`, whose responses may end with the tokens `ends`.
     Its problem is a regression, or servers would put the value through a sigmoid. transformers reads the value behind
     the last token that is not padding: a padding token that may end a response is therefore left out."""

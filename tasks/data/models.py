@@ -57,6 +57,11 @@ class ModelFolder:
         """A file that holds a JSON object. Raises InputError: it is missing, or is something else."""
         return json_object(self.read(name), f"{self}: {name}")
 
+    def config(self) -> dict[str, Any]:
+        """Content of config.json. Raises InputError: there is no folder, or none in it."""
+        self.files()
+        return self.document("config.json")
+
     def weights(self) -> list[str]:
         """Names of the files with the model's weights: those of the index, if there is one. Raises InputError: there
         are none, or the index names one that is not there."""

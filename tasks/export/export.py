@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from storage.backends.root import Root
 from storage.errors import DigestMismatch, InputError
@@ -33,7 +33,7 @@ from tasks.export.choice import Chosen
 from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL
-from tasks.stages.views import Prepared, Served
+from tasks.stages.views import Served
 from trainer_core.config import Precision
 from trainer_core.lora import LoraConfig
 from trainer_core.platform.platform import prepare
@@ -145,7 +145,7 @@ def export(
         index = write_shards(target, shards, _streamed(weights, types, digests))
     exported = weights_digest(digests if live is None else live)
     if scores:  # no engine of the run was sent these
-        model_config = classifier_config(model_config, Prepared(chosen.manifest(Stage.PREPARE, 0)).stop_tokens)
+        model_config = classifier_config(model_config, _stop_tokens(chosen.manifest(Stage.PREPARE, 0)))
     else:
         _compare(chosen, exported)
     if len(shards) > 1:
@@ -285,9 +285,13 @@ def _write_card(root: Root, chosen: Chosen, target: ExportFolder, precision: Pre
 def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:
     """Generation settings of the model, with the stop tokens of the run."""
     known = {key: model_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    stop = prepared.facts.get("stop_tokens")
-    used = {"eos_token_id": stop} if isinstance(stop, list) and stop else {}
+    used = {"eos_token_id": stop} if (stop := _stop_tokens(prepared)) else {}
     return {key: value for key, value in {**known, **given, **used}.items() if value is not None}
+
+
+def _stop_tokens(prepared: Manifest) -> list[JsonValue]:
+    stop = prepared.facts.get("stop_tokens")
+    return stop if isinstance(stop, list) else []
 
 
 def _json(value: object) -> bytes:

@@ -41,13 +41,13 @@ def source_facts(config: RunConfig, device: Device) -> Facts:
 
 def folder_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> Facts:
     """Checked config.json of a model's folder; raises as `source_facts`."""
-    return _checked(folder, folder.document("config.json"), device, accept)
+    return _checked(folder, folder.config(), device, accept)
 
 
 def classifier_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> Facts:
     """The same of a reward model, as those of the model below its score. Raises InputError besides: it has no score for
     each position, or several."""
-    facts = folder.document("config.json")
+    facts = folder.config()
     labels = len(facts.get("id2label") or ()) or facts.get("num_labels", 2)  # 2 is the default of transformers
     if labels != 1:
         fact = f"{folder} tells {labels} classes apart (id2label or num_labels in config.json)"

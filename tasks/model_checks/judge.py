@@ -25,7 +25,7 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
     if section is None or config.engines is None:
         return
     folder, longest = open_model(section, JUDGE_KEY), config.engines.judge.max_model_len
-    scores = gives_values(folder.document("config.json"))
+    scores = gives_values(folder.config())
     facts = (classifier_facts if scores else folder_facts)(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
     if (context := int(facts["max_position_embeddings"])) < longest:
@@ -43,9 +43,7 @@ def judge_facts(config: RunConfig) -> Facts | None:
     """Content of a judge's config.json, unchecked; None without one. Raises InputError: it cannot be read."""
     if (section := judge_section(config.model, config.engines)) is None:
         return None
-    folder = open_model(section, JUDGE_KEY)
-    folder.files()  # that it is there is told first
-    return folder.document("config.json")
+    return open_model(section, JUDGE_KEY).config()
 
 
 def judge_parameters(config: RunConfig) -> int:

@@ -15,7 +15,10 @@ from tests.trainer_core.ranks import run_ranks
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 KILLS = ["reward@2:started:judge-0", "reward@2:parts-done:flow"]
-LEARN = ("--config", "infra/examples/reward_model.toml", "--set", "retrain.samples=128", "--set", "run.iterations=2")
+LEARN = [
+    "--config", "infra/examples/reward_model.toml", "--set", "retrain.samples=128", "--set", "run.iterations=2",
+    "--set", "train.policy.kl_coefficient=0",
+]  # fmt: skip
 
 
 def values_of(rank, world_size, store, directory, rows):
