@@ -214,11 +214,13 @@ def _check_asked(config: RunConfig) -> None:
 
 def _check_kind(config: RunConfig, judge: Facts | None) -> None:
     """Refuse a reward model that is asked as a judge, and the reverse; `judge` is the config.json of the model."""
-    for part in own_judges(config.reward) if judge is not None else []:
-        if (wants := find_reward(part.function, part.key).values) == gives_values(judge or {}):
+    if judge is None:
+        return
+    for part in own_judges(config.reward):
+        if (wants := find_reward(part.function, part.key).values) == gives_values(judge):
             continue
         fact = f"{part.key} = {part.function!r} needs {'a reward model' if wants else 'a chat model'}"
-        there = f"{fact}, and engines.judge.source is a {architecture_of(judge or {}, JUDGE_KEY)}"
+        there = f"{fact}, and engines.judge.source is a {architecture_of(judge, JUDGE_KEY)}"
         if wants:
             raise InputError(f'{there}: take a folder that `ratchet export` made of a reward model, or set "judge"')
         raise InputError(f'{there}: set "reward_model" without arguments, or take a chat model')

@@ -30,7 +30,7 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
     architectures.check_head_size(facts, device, str(folder))
     if (context := int(facts["max_position_embeddings"])) < longest:
         fact = f"{folder} has a context of {context} tokens, but engines.judge.max_model_len is {longest}"
-        raise InputError(f"{fact}: lower it, or choose another judge")
+        raise InputError(f"{fact}: lower it, or choose another model")
     if scores:
         _check_reward_model(config, own, facts, folder)
         check_tokens(folder, tokens(), "reward model, whose values")

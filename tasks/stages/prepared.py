@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from storage.backends.root import Root
 from storage.manifest import Part
 from storage.ownership.scratch import scratch
-from storage.parts import materialize, read_parts, row_views
+from storage.parts import materialize, read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
 from tasks.data.drawing import Share
@@ -71,14 +71,14 @@ class Records(Mapping[str, dict[str, object]]):
 
     def __init__(self, table: pa.Table) -> None:
         self._rows = {name: row for row, name in enumerate(table["prompt_id"].to_pylist())}
-        self._records, self._tokens = table["record"], row_views(table["prompt_tokens"])
+        self._records, self._tokens = table["record"], table["prompt_tokens"]
 
     def __getitem__(self, name: str) -> dict[str, object]:
         return json.loads(self._records[self._rows[name]].as_py())
 
     def tokens(self, name: str) -> NDArray[Any]:
         """(T,) int32 token ids of a prompt."""
-        return self._tokens[self._rows[name]]
+        return self._tokens[self._rows[name]].values.to_numpy()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
