@@ -50,7 +50,7 @@ TEACHER = (
         "teacher-of-another-tokenizer",
         "the tokens of a teacher are not compared with the model's",
         "tasks/model_checks/objective.py",
-        '    check_tokens(folder, tokens(), "teacher, whose probabilities")\n',
+        "    check_tokens(folder, tokens(), kind)\n",
         "",
         _LOOP,
     ),

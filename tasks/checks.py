@@ -13,11 +13,9 @@ from storage.parts import read_part, read_parts
 from storage.schema import PROMPTS
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
-from tasks.config.model import JUDGE_KEY, judge_section
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.backends import token_bytes
-from tasks.data.classifiers import gives_values
 from tasks.data.generated import model_config
 from tasks.data.models import count_parameters, open_model, parameters_in
 from tasks.data.sources import check_prompts, check_sources, check_stored_prompts, text_codec
@@ -26,20 +24,29 @@ from tasks.environments.checking import check_environment
 from tasks.model_checks.architectures import architecture_of
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.judge import check_judge, judge_facts
-from tasks.model_checks.objective import check_engine, check_objective, check_teacher, teacher_parameters
-from tasks.preflight import check_continued, check_model
+from tasks.model_checks.objective import (
+    check_critic_model,
+    check_engine,
+    check_objective,
+    check_teacher,
+    critic_parameters,
+    teacher_parameters,
+)
+from tasks.preflight import check_continued, check_model, check_others
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
 from tasks.rewards.scoring import own_judges
 from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
-from tasks.stages.prepared import JUDGE_MODEL, MODEL, TEACHER_MODEL, stored_codec
+from tasks.stages.prepared import CRITIC_MODEL, MODEL, TEACHER_MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes, have_fp8
 from tasks.workers.placement import placement, transport
 from tasks.workers.room import check_room
-from trainer_core.config import Device
+from trainer_core.config import Device, is_classifier
 from trainer_core.objectives.objective_config import check_sampling
+
+_WITH_WEIGHTS = (MODEL, TEACHER_MODEL, CRITIC_MODEL)  # models that a trainer rank may hold
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -79,8 +86,7 @@ def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
     """The checks of a run that begins with another's model and prompts. Raises InputError: as `check_config`."""
     if config.model.source is not None:
         check_model(config.model, source, Prepared(prepared))
-    if (judge := judge_section(config.model, config.engines)) is not None:
-        check_model(judge, source, Prepared(prepared), JUDGE_MODEL, JUDGE_KEY)
+    check_others(config, source, Prepared(prepared))
     check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
     facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
     check_teacher(config, facts, lambda: stored_codec(source, Prepared(prepared)).backend, _device(config))
@@ -115,11 +121,13 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
-    _check_room(config, device, lambda: (count_parameters(config.model, facts), teacher_parameters(config)))
+    of_others = (teacher_parameters, critic_parameters)
+    _check_room(config, device, lambda: (count_parameters(config.model, facts), *(one(config) for one in of_others)))
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
     check_teacher(config, facts, lambda: text_codec(config).backend, device)
+    check_critic_model(config, facts, lambda: text_codec(config).backend, device)
     _check_kind(config, judge_facts(config))
     check_judge(config, facts, lambda: text_codec(config).backend, device)
     if config.scores and config.environment is None:
@@ -144,7 +152,7 @@ def check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) ->
     _check_settings(config, facts, device := _device(config), where)
     judge = prepared.below(JUDGE_MODEL).get("config.json")
     _check_kind(config, None if judge is None else json.loads(read_part(root, judge)))
-    _check_room(config, device, lambda: tuple(_stored_parameters(root, prepared, of) for of in (MODEL, TEACHER_MODEL)))
+    _check_room(config, device, lambda: tuple(_stored_parameters(root, prepared, of) for of in _WITH_WEIGHTS))
     check_stored_prompts(config, root, prepared)
 
 
@@ -217,7 +225,7 @@ def _check_kind(config: RunConfig, judge: Facts | None) -> None:
     if judge is None:
         return
     for part in own_judges(config.reward):
-        if (wants := find_reward(part.function, part.key).values) == gives_values(judge):
+        if (wants := find_reward(part.function, part.key).values) == is_classifier(judge):
             continue
         fact = f"{part.key} = {part.function!r} needs {'a reward model' if wants else 'a chat model'}"
         there = f"{fact}, and engines.judge.source is a {architecture_of(judge, JUDGE_KEY)}"
@@ -315,7 +323,7 @@ def _check_cards(config: RunConfig) -> None:
 
 def _check_room(config: RunConfig, device: Device, parameters: Callable[[], tuple[int, ...]]) -> None:
     """Refuse rollouts beside a training where a card that they share is too small for both, as far as that is known.
-    The parameters are those of the model and of a teacher."""
+    The parameters are those of the model, of a teacher and of a critic from a folder."""
     settings = Settings.from_environment()
     if device == "cpu" or not (config.rollout.ahead and settings.local) or config.retrain is not None:
         return

@@ -16,13 +16,21 @@ from storage.manifest import Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import changed_meaning, fixed_by_prepare
-from tasks.config.model import JUDGE_KEY, TEACHER_KEY, ModelSection, judge_section, teacher_section
+from tasks.config.model import (
+    CRITIC_KEY,
+    JUDGE_KEY,
+    TEACHER_KEY,
+    ModelSection,
+    critic_section,
+    judge_section,
+    teacher_section,
+)
 from tasks.config.run import RunConfig
 from tasks.config.stored import corrections, differs, read_config
 from tasks.data.hub import is_weights
 from tasks.data.models import MODEL_KEY, ModelFolder, find_model
 from tasks.stages.names import Stage
-from tasks.stages.prepared import JUDGE_MODEL, MODEL, TEACHER_MODEL
+from tasks.stages.prepared import CRITIC_MODEL, JUDGE_MODEL, MODEL, TEACHER_MODEL
 from tasks.stages.views import Prepared
 
 _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its size and its beginning
@@ -38,8 +46,20 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
     teacher = teacher_section(config.model, config.train.policy.distill)
     if teacher is not None and config.retrain is None:  # stage `select` stores that of a run on stored samples
         check_model(teacher, root, prepared, TEACHER_MODEL, TEACHER_KEY)
+    check_others(config, root, prepared)
+
+
+def check_others(config: RunConfig, root: Root, prepared: Prepared) -> None:
+    """Refuse a judge, or a model that a critic begins with, that is not the one that was stored. Raises InputError."""
     if (judge := judge_section(config.model, config.engines)) is not None:
         check_model(judge, root, prepared, JUDGE_MODEL, JUDGE_KEY)
+    if (critic := critic_section(config.model, config.train.critic)) is not None:
+        if not prepared.manifest.below(CRITIC_MODEL):
+            fact = (
+                f"{CRITIC_KEY} is {critic.source!r}, but run {prepared.manifest.run!r} has stored no model for a critic"
+            )
+            raise InputError(f"{fact}: leave it out, or start a new run")
+        check_model(critic, root, prepared, CRITIC_MODEL, CRITIC_KEY)
 
 
 def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, JsonValue]) -> str | None:
@@ -77,8 +97,8 @@ def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
 def check_model(
     section: ModelSection, root: Root, prepared: Prepared, prefix: str = MODEL, key: str = MODEL_KEY
 ) -> None:
-    """Raises InputError: a file of the model, the teacher or the judge is not that which was stored. Parts of that one
-    begin with `prefix`, and the setting `key` names it. A model that is gone is no matter."""
+    """Raises InputError: a file of the model, or of another of the run, is not what was stored. Its parts begin with
+    `prefix`, and the setting `key` names it. A model that is gone is no matter."""
     try:
         folder = find_model(section, key)
         there = folder.files()

@@ -261,6 +261,8 @@ def check_stages(parallel: ParallelConfig, layers: int) -> None:
         )
 
 
+CLASSIFIER, CAUSAL = "ForSequenceClassification", "ForCausalLM"
+"""Ends of the names of architectures: a model with a row for each label, and the same one with an output layer."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of one number in config.json
 
 
@@ -292,6 +294,19 @@ def check_predictions(model: Mapping[str, Any], where: str) -> None:
             f"{where}: num_nextn_predict_layers = {model['num_nextn_predict_layers']} in config.json: layers that "
             "predict further tokens are not trained. Set it to 0 and leave their weights out"
         )
+
+
+def is_classifier(model: Mapping[str, Any]) -> bool:
+    """True if config.json is that of a sequence classifier: layers of a language model, and a row for each label."""
+    named = model.get("architectures")
+    return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
+
+
+def decoder_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of config.json that differ in the language model with the layers of a sequence classifier; none for
+    other models."""
+    named = model["architectures"][0].removesuffix(CLASSIFIER) if is_classifier(model) else ""
+    return {"architectures": [f"{named}{CAUSAL}"]} if named else {}
 
 
 def experts_of(model: Mapping[str, Any]) -> int:

@@ -1,11 +1,13 @@
 """Configuration of optimizers: that of every phase of training, and all by which a critic learns. Imports no torch."""
 
-from typing import Literal
+import operator
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
+from trainer_core.marks import FILES
 
 
 class OptimizerConfig(Frozen):
@@ -60,9 +62,14 @@ _UNUSED: tuple[Unused[OptimizerConfig], ...] = (
 
 
 class CriticConfig(OptimizerConfig):
-    """The critic of PPO: a model of the policy's architecture and layout that ends with one number for each position.
-    It begins with the policy's weights after the warm-up, estimates the return of each token, and has its own AdamW."""
+    """The critic of PPO: a model in the policy's layout that ends with one number for each position. It begins with the
+    policy's weights after the warm-up, or those of `source`, estimates the return of each token, and has its own AdamW.
+    """
 
+    source: Annotated[str | None, FILES] = Field(default=None, exclude_if=operator.not_)
+    """Hugging Face directory that the critic begins with, as `model.source`, in place of the policy's weights: of a
+    sequence classifier with one label, such as a reward model, or of a language model, with a value of 0 everywhere. It
+    may be of another family and size, with the tokenizer of the trained model. The run stores it."""
     mini_batches: int = Field(default=1, ge=1)
     """Updates of the critic per pass over the samples of an iteration."""
     epochs: int = Field(default=1, ge=1)

@@ -17,7 +17,7 @@ from tasks.data.models import count_parameters
 from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
 from tasks.model_checks.judge import judge_parameters
-from tasks.model_checks.objective import teacher_parameters
+from tasks.model_checks.objective import critic_parameters, teacher_parameters
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
 from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, judge_bytes, rank_bytes
@@ -42,23 +42,29 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     reference and of a teacher."""
     engine_bytes: int  # memory of one engine: weights and key-value cache
     judge_bytes: int  # the same of the engine that judges; 0 without one
-    stored_bytes: int  # disk for what is stored once: model, teacher, judge and prompts
+    stored_bytes: int  # disk for what is stored once: models and prompts
     state_bytes: int  # disk for the train state of one iteration; one is in shared memory too while the run is driven
     states_kept: int  # train states kept at the end, by `[storage]`
 
 
 def needs_of(
-    config: RunConfig, device: Device, parameters: int, prompt_bytes: int, teacher: int = 0, judge: int = 0
+    config: RunConfig,
+    device: Device,
+    parameters: int,
+    prompt_bytes: int,
+    teacher: int = 0,
+    judge: int = 0,
+    critic: int = 0,
 ) -> Needs:
-    """Estimate the resources of a run, from the number of its model's weights, those of a teacher and of a judge, and
-    the size of its tables of prompts."""
+    """Estimate the resources of a run, from the number of its model's weights, those of a teacher, of a judge and of a
+    critic that does not begin with the policy, and the size of its tables of prompts."""
     weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
         device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=parameters,
-        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters, teacher),
+        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters, teacher, critic),
         engine_bytes=engine_bytes(config, parameters), judge_bytes=judge_bytes(config, judge),
-        stored_bytes=(parameters + teacher + judge) * weight + prompt_bytes,
-        state_bytes=parameters * (weight + optimizer) * (1 if config.train.critic is None else 2),
+        stored_bytes=(parameters + teacher + judge + critic) * weight + prompt_bytes,
+        state_bytes=(parameters + (0 if config.train.critic is None else critic or parameters)) * (weight + optimizer),
         states_kept=_states_kept(config),
     )  # fmt: skip
 
@@ -140,6 +146,7 @@ def checked(config: RunConfig) -> Checked:
             prompt_bytes,
             teacher_parameters(config),
             judge_parameters(config),
+            critic_parameters(config),
         ),
     )
 

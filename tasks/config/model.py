@@ -1,4 +1,4 @@
-"""The table `[model]`: what is trained; and teacher and judge, which are read in the same way."""
+"""The table `[model]`: what is trained; and teacher, critic and judge, which are read in the same way."""
 
 from typing import Annotated
 
@@ -8,9 +8,10 @@ from tasks.config.engines import EnginesSection
 from tasks.config.section import Section
 from trainer_core.marks import FILES, RUNTIME, SECRET
 from trainer_core.objectives.objective_config import DistillConfig
+from trainer_core.optimizer_config import CriticConfig
 
 TEACHER_KEY = "train.policy.distill.teacher"  # names the teacher, as model.source does the model
-JUDGE_KEY = "engines.judge.source"  # the same of a judge
+JUDGE_KEY, CRITIC_KEY = "engines.judge.source", "train.critic.source"  # the same of a judge, and of a critic
 
 
 class GeneratedModel(Section):
@@ -64,6 +65,11 @@ class ModelSection(Section):
 def teacher_section(model: ModelSection, distill: DistillConfig | None) -> ModelSection | None:
     """The teacher as a model, which is found and fetched as that of the run; None if there is none."""
     return None if distill is None else _found_alike(model, distill.teacher)
+
+
+def critic_section(model: ModelSection, critic: CriticConfig | None) -> ModelSection | None:
+    """The same of the model that a critic begins with; None if that is the policy."""
+    return None if critic is None or critic.source is None else _found_alike(model, critic.source)
 
 
 def judge_section(model: ModelSection, engines: EnginesSection | None) -> ModelSection | None:

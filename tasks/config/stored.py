@@ -146,6 +146,11 @@ def check_fixed(before: RunConfig, config: RunConfig, parent: str, what: str) ->
     if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
         lines = "\n  ".join([f"what iteration 0 of run {parent!r} has fixed cannot be changed in {what}:", *decided])
         raise InputError(f"{lines}\nStart a new run instead")
+    sources = [one.train.critic is not None and one.train.critic.source is not None for one in (before, config)]
+    if before.train.critic is not None and config.train.critic is not None and sources[0] != sources[1]:
+        has = f"begins with {'a model of its own' if sources[0] else 'the policy'} (train.critic.source)"
+        fact = f"the critic of run {parent!r} {has}, and {what} goes on with it"
+        raise InputError(f"{fact}: {'give' if sources[0] else 'leave out'} train.critic.source, or start a new run")
     begins = before.train.critic is None and config.train.policy.loss.trains_critic  # a reward model
     if (before.train.critic is None) != (config.train.critic is None) and not begins:
         has, wants = ("none", "one") if before.train.critic is None else ("a critic", "none")

@@ -5,20 +5,13 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-CLASSIFIER, CAUSAL = "ForSequenceClassification", "ForCausalLM"
-"""Ends of the names of architectures: a model with a score, and the same one with an output layer."""
-
-
-def gives_values(facts: Mapping[str, Any]) -> bool:
-    """True if the model with this config.json is a classifier."""
-    named = facts.get("architectures")
-    return isinstance(named, list) and bool(named) and str(named[0]).endswith(CLASSIFIER)
+from trainer_core.config import CAUSAL, CLASSIFIER, is_classifier
 
 
 def folder_gives_values(directory: str) -> bool:
-    """The same of a model's directory; False if it has no config.json."""
+    """True if the model in a directory is a classifier; False if it has no config.json."""
     path = Path(directory, "config.json")
-    return path.is_file() and gives_values(json.loads(path.read_text(encoding="utf-8")))
+    return path.is_file() and is_classifier(json.loads(path.read_text(encoding="utf-8")))
 
 
 def classifier_config(facts: Mapping[str, Any], ends: Container[object]) -> dict[str, Any]:

@@ -7,13 +7,19 @@ from typing import Any
 
 from storage.errors import InputError
 from tasks.config.run import RunConfig
-from tasks.data.classifiers import CAUSAL, CLASSIFIER
 from tasks.data.generated import model_config, shapes
 from tasks.data.hub import INDEX
 from tasks.data.models import ModelFolder, open_model
 from tasks.model_checks import architectures
 from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of
-from trainer_core.config import Device, TrainerConfig, check_context, check_layout, experts_of
+from trainer_core.config import (
+    Device,
+    TrainerConfig,
+    check_context,
+    check_layout,
+    decoder_of,
+    experts_of,
+)
 from trainer_core.effects import Unused, without_effect
 from trainer_core.lora import LIVE_RANKS, LoraConfig, check_targets
 from trainer_core.platform import te_absent
@@ -52,8 +58,7 @@ def classifier_facts(folder: ModelFolder, device: Device, accept: Sequence[str])
     if labels != 1:
         fact = f"{folder} tells {labels} classes apart (id2label or num_labels in config.json)"
         raise InputError(f"{fact}, and a reward is one number: choose a reward model, with one label")
-    below = architecture_of(facts, str(folder)).removesuffix(CLASSIFIER) + CAUSAL
-    return _checked(folder, {**facts, "architectures": [below]}, device, accept, scores=True)
+    return _checked(folder, {**facts, **decoder_of(facts)}, device, accept, scores=True)
 
 
 def _checked(folder: ModelFolder, facts: Facts, device: Device, accept: Sequence[str], scores: bool = False) -> Facts:

@@ -7,14 +7,13 @@ from storage.ownership.scratch import scratch
 from tasks.config.model import JUDGE_KEY, judge_section
 from tasks.config.run import RunConfig
 from tasks.data.backends import Backend
-from tasks.data.classifiers import gives_values
 from tasks.data.hub import TEXT_FILES
 from tasks.data.models import ModelFolder, count_parameters, open_model
 from tasks.data.tokenizer import TextCodec
 from tasks.model_checks import architectures
 from tasks.model_checks.fitness import Facts, classifier_facts, folder_facts
 from tasks.model_checks.objective import check_tokens
-from trainer_core.config import Device
+from trainer_core.config import Device, is_classifier
 
 
 def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device) -> None:
@@ -25,7 +24,7 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
     if section is None or config.engines is None:
         return
     folder, longest = open_model(section, JUDGE_KEY), config.engines.judge.max_model_len
-    scores = gives_values(folder.config())
+    scores = is_classifier(folder.config())
     facts = (classifier_facts if scores else folder_facts)(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
     if (context := int(facts["max_position_embeddings"])) < longest:
@@ -33,7 +32,7 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
         raise InputError(f"{fact}: lower it, or choose another model")
     if scores:
         _check_reward_model(config, own, facts, folder)
-        check_tokens(folder, tokens(), "reward model, whose values")
+        check_tokens(folder, tokens(), "reward model")
     elif not _codec(folder).has_template:
         fact = f"the tokenizer of {folder} has no chat template, and a judge is asked by messages"
         raise InputError(f"{fact}: choose a chat model")

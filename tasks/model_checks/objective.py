@@ -1,21 +1,22 @@
-"""Checks of objectives and engines of the user's own, and of a teacher, before anything expensive starts."""
+"""Checks of code of the user's own, of a teacher and of a critic, before anything expensive starts."""
 
 import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 from storage.errors import InputError, told
 from storage.ownership.scratch import scratch
 from tasks.config.environment import scoring_environment
-from tasks.config.model import TEACHER_KEY, teacher_section
+from tasks.config.model import CRITIC_KEY, TEACHER_KEY, ModelSection, critic_section, teacher_section
 from tasks.config.run import EngineSection, RunConfig
 from tasks.data.backends import Backend, read_backend
 from tasks.data.hub import TEXT_FILES
 from tasks.data.models import ModelFolder, count_parameters, open_model
 from tasks.model_checks import architectures
-from tasks.model_checks.fitness import Facts, folder_facts
-from trainer_core.config import Device, check_layout
+from tasks.model_checks.fitness import Facts, classifier_facts, folder_facts
+from trainer_core.config import Device, check_layout, is_classifier
 from trainer_core.objectives.objective_config import PolicyConfig
 
 _DEADLINE_S = 300
@@ -55,10 +56,30 @@ def _tried(program: str, document: str, what: str) -> None:
 def check_teacher(config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device) -> None:
     """Refuse a teacher that cannot score the samples of the model with the config.json `own` and the tokenizer that
     `tokens` reads. Without a teacher nothing is checked. Raises InputError."""
-    if (section := teacher_section(config.model, config.train.policy.distill)) is None:
-        return
-    folder = open_model(section, TEACHER_KEY)
-    facts = folder_facts(folder, device, section.accept)
+    if (section := teacher_section(config.model, config.train.policy.distill)) is not None:
+        _check_beside(config, own, tokens, device, "teacher", section, TEACHER_KEY)
+
+
+def check_critic_model(config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device) -> None:
+    """Refuse a model from which no critic of such samples can begin. If it begins with the policy nothing is checked.
+    Raises InputError."""
+    if (section := critic_section(config.model, config.train.critic)) is not None:
+        _check_beside(config, own, tokens, device, "critic", section, CRITIC_KEY)
+
+
+def _check_beside(
+    config: RunConfig,
+    own: Facts,
+    tokens: Callable[[], Backend],
+    device: Device,
+    kind: Literal["teacher", "critic"],
+    section: ModelSection,
+    key: str,
+) -> None:
+    """Refuse a model that cannot read the samples of the model with the config.json `own`, in the trainer's layout."""
+    folder = open_model(section, key)
+    gives_values = kind == "critic" and is_classifier(folder.config())
+    facts = (classifier_facts if gives_values else folder_facts)(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
     architectures.check_window(facts, config.train.max_length, str(folder))
     try:
@@ -68,11 +89,11 @@ def check_teacher(config: RunConfig, own: Facts, tokens: Callable[[], Backend], 
     context, longest = int(facts["max_position_embeddings"]), config.train.max_length
     if context < longest:
         fact = f"{folder} has a context of {context} tokens, but train.max_length is {longest}"
-        raise InputError(f"{fact}: lower it, or choose another teacher")
+        raise InputError(f"{fact}: lower it, or choose another {kind}")
     if facts["vocab_size"] < own["vocab_size"]:
         fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
-        raise InputError(f"{fact}: choose a teacher with as many")
-    check_tokens(folder, tokens(), "teacher, whose probabilities")
+        raise InputError(f"{fact}: choose a {kind} with as many")
+    check_tokens(folder, tokens(), kind)
 
 
 def teacher_parameters(config: RunConfig) -> int:
@@ -82,8 +103,16 @@ def teacher_parameters(config: RunConfig) -> int:
     return count_parameters(section, open_model(section, TEACHER_KEY).document("config.json"))
 
 
-def check_tokens(folder: ModelFolder, tokens: Backend, what: str) -> None:
-    """Refuse a model of `what` is scored with other tokens than the model's. Raises InputError, with the first one."""
+def critic_parameters(config: RunConfig) -> int:
+    """The number of weights of a critic that begins with a model of its own; 0 if it begins with the policy. Raises
+    InputError: its files cannot be listed."""
+    if (section := critic_section(config.model, config.train.critic)) is None:
+        return 0
+    return count_parameters(section, open_model(section, CRITIC_KEY).document("config.json"))
+
+
+def check_tokens(folder: ModelFolder, tokens: Backend, kind: str) -> None:
+    """Refuse a model of this `kind` that reads other tokens than the model's. Raises InputError, with the first one."""
     with scratch() as directory:
         for name in set(folder.files()) & set(TEXT_FILES):
             folder.fetch(name, directory / name)
@@ -92,6 +121,5 @@ def check_tokens(folder: ModelFolder, tokens: Backend, what: str) -> None:
         if (own := tokens.token_text(token)) != (other := theirs.token_text(token)):
             raise InputError(
                 f"{folder} has another tokenizer than the model: token {token} is {own!r} for the model, and {other!r} "
-                f"for the {what} would be those of other texts. Choose a {what.partition(',')[0]} with the model's "
-                "tokenizer"
+                f"for the {kind}, which would read other texts. Choose a {kind} with the model's tokenizer"
             )

@@ -15,11 +15,12 @@ from storage.layout import STATE
 from storage.manifest import Part
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.names import Stage
-from tasks.stages.prepared import model_directory
+from tasks.stages.prepared import CRITIC_MODEL, model_directory, other_directory
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.training_set import recorded
 from tasks.stages.views import IDENTITY, Prepared, Trained
 from tasks.workers.trainers import TrainerGroup
+from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, SavedFiles
 from trainer_core.state.facts import needed_for_weights
 
@@ -32,11 +33,21 @@ def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
     """The run's trainer ranks, started if necessary. They may hold any state, or none. The engines are started with
     them: each process imports for ten seconds or more, and all are needed eventually, unless the run trains on stored
     samples. Where trainer and engines take turns, they wait for theirs."""
-    config = context.config.train.model_copy(update={"seed": context.config.run.seed})
+    config = _begun_alike(context, prepared).model_copy(update={"seed": context.config.run.seed})
     directory = model_directory(context, prepared)
     if context.config.retrain is None and not config.memory.in_use:
         context.workers.warm(directory, config)
     return context.workers.trainers(directory, config)
+
+
+def _begun_alike(context: RunContext, prepared: Prepared) -> TrainerConfig:
+    """The trainer's configuration, whose critic begins with the model that the run has stored for it. Raises
+    InputError: it is to, and the run has stored none."""
+    config, stored = context.config.train, prepared.manifest.below(CRITIC_MODEL)
+    if config.critic is None or not (stored or config.critic.source):
+        return config
+    source = str(other_directory(context, prepared, CRITIC_MODEL))
+    return config.model_copy(update={"critic": config.critic.model_copy(update={"source": source})})
 
 
 def ensure_state(context: RunContext, prepared: Prepared, state: Trained) -> TrainerGroup:

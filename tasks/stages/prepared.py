@@ -10,19 +10,23 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.backends.root import Root
+from storage.errors import InputError
 from storage.manifest import Part
 from storage.ownership.scratch import scratch
-from storage.parts import materialize, read_parts
+from storage.parts import PartWriter, materialize, read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
+from tasks.config.model import ModelSection
+from tasks.config.run import RunConfig
 from tasks.data.drawing import Share
 from tasks.data.hub import is_weights
+from tasks.data.models import fill_model_directory
 from tasks.data.tokenizer import TextCodec
 from tasks.stages.context import RunContext
-from tasks.stages.views import Prepared
+from tasks.stages.views import Prepared, View
 
 MODEL = "model/"  # prefix of the names of the model's parts
-TEACHER_MODEL, JUDGE_MODEL = "teacher/", "judge/"  # the same of a teacher's, and of a judge's
+TEACHER_MODEL, JUDGE_MODEL, CRITIC_MODEL = "teacher/", "judge/", "critic/"  # the same of other models
 
 _TABLES = 3
 
@@ -33,6 +37,35 @@ def model_directory(context: RunContext, prepared: Prepared) -> Path:
     if not verified.exists() or verified.read_text(encoding="utf-8") != prepared.digest:
         context.folders.fetch(context.root, prepared.manifest, folder, MODEL)
         verified.write_text(prepared.digest, encoding="utf-8")
+    return folder
+
+
+def store_model(
+    writer: PartWriter, config: RunConfig, section: ModelSection | None, key: str, prefix: str
+) -> tuple[Part, ...]:
+    """Store the model of a section, which the setting `key` names, in parts that begin with `prefix`; nothing if there
+    is none. Raises InputError: its directory cannot be read."""
+    if section is None:
+        return ()
+    with scratch() as directory:
+        names = fill_model_directory(directory, section, config.run.seed, key)
+        return writer.write_files(directory, names, prefix)
+
+
+def other_directory(context: RunContext, source: View, prefix: str) -> Path:
+    """A Hugging Face directory on each host with such a model of a stage, verified on first use in this process; its
+    name changes with its content. Raises InputError: the stage has stored none."""
+    kind = prefix.rstrip("/")
+    folder = context.scratch / f"{kind}-{source.digest[:16]}"
+    verified = folder.with_suffix(".verified")
+    if not verified.exists():
+        if not source.manifest.below(prefix):
+            raise InputError(
+                f"{source.manifest.stage} of run {source.manifest.run!r} has stored no {kind}: a stage that is done "
+                "again cannot get one. Start a new run, or train on the stored samples with `ratchet retrain`"
+            )
+        context.folders.fetch(context.root, source.manifest, folder, prefix)
+        verified.touch()
     return folder
 
 

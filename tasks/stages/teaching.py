@@ -2,23 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from storage.digest import bytes_digest, value_digest
-from storage.errors import InputError
 from storage.manifest import Part
-from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, read_parts
 from storage.schema import TEACHER
 from storage.unfinished import find_piece, keep_piece
 from tasks.config.model import TEACHER_KEY, teacher_section
 from tasks.config.run import RunConfig
-from tasks.data.models import fill_model_directory
-from tasks.stages.context import RunContext
-from tasks.stages.prepared import TEACHER_MODEL
+from tasks.stages.prepared import TEACHER_MODEL, other_directory, store_model
 from tasks.stages.stage import Work
 from tasks.stages.views import View
 from tasks.workers.trainers import TrainerGroup
@@ -31,11 +26,8 @@ Teach = Callable[[TrainerGroup, Samples, float], tuple[Samples, tuple[Part, ...]
 def store_teacher(writer: PartWriter, config: RunConfig) -> tuple[Part, ...]:
     """Store the teacher's model with a stage of iteration 0; nothing if there is no teacher. Raises InputError: its
     directory cannot be read."""
-    if (section := teacher_section(config.model, config.train.policy.distill)) is None:
-        return ()
-    with scratch() as directory:
-        names = fill_model_directory(directory, section, config.run.seed, TEACHER_KEY)
-        return writer.write_files(directory, names, TEACHER_MODEL)
+    section = teacher_section(config.model, config.train.policy.distill)
+    return store_model(writer, config, section, TEACHER_KEY, TEACHER_MODEL)
 
 
 def taught(
@@ -54,7 +46,7 @@ def taught(
     given = [source.digest, bytes_digest(samples.tokens.tobytes()), bytes_digest(samples.usable.tobytes()), temperature]
     piece = f"teacher-{value_digest(given)[:16]}"
     if (part := find_piece(work.writer, piece)) is None:
-        logprobs = group.teacher_logprobs(_directory(work.context, source), samples, temperature)
+        logprobs = group.teacher_logprobs(other_directory(work.context, source, TEACHER_MODEL), samples, temperature)
         table = by_token(names(), samples, logprobs, TEACHER)
         part = keep_piece(work.writer, piece, work.writer.write_table("teacher.arrow", table, TEACHER))
     stored = read_parts(work.root, [part], TEACHER, ["logprobs"])["logprobs"].combine_chunks()
@@ -71,19 +63,3 @@ def by_token(names: pa.Table, samples: Samples, logprobs: Vector, schema: pa.Sch
     without = np.isnan(logprobs[first]) if len(logprobs) else np.ones(names.num_rows, dtype=bool)
     column = pa.ListArray.from_arrays(pa.array(ends), pa.array(logprobs, pa.float32()), mask=pa.array(without))
     return names.select(NAMES).append_column("logprobs", column).cast(schema)
-
-
-def _directory(context: RunContext, source: View) -> Path:
-    """A Hugging Face directory on each host with the teacher, verified; its name changes with its content. Raises
-    InputError: the stage has stored none."""
-    folder = context.scratch / f"teacher-{source.digest[:16]}"
-    verified = folder.with_suffix(".verified")
-    if not verified.exists():
-        if not any(name.startswith(TEACHER_MODEL) for name in source.manifest.part_names):
-            raise InputError(
-                f"{source.manifest.stage} of run {source.manifest.run!r} has stored no teacher: a stage that is done "
-                "again cannot get one. Start a new run, or train on the stored samples with `ratchet retrain`"
-            )
-        context.folders.fetch(context.root, source.manifest, folder, TEACHER_MODEL)
-        verified.touch()
-    return folder

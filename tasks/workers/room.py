@@ -15,15 +15,15 @@ _GRADIENT = 4  # kept in fp32
 _GIB = 1 << 30
 
 
-def rank_bytes(config: RunConfig, parameters: int, teacher: int = 0) -> int:
-    """Memory of a trainer rank: weights, gradients and optimizer of the model, and as much of a critic; the reference
-    model if there is one; and the weights of a teacher, which has `teacher` parameters. Experts count as if each rank
-    had all of them."""
+def rank_bytes(config: RunConfig, parameters: int, teacher: int = 0, critic: int = 0) -> int:
+    """Memory of a trainer rank: weights, gradients and optimizer of the model, and of a critic, with as many parameters
+    unless it has `critic` of them; the reference model if there is one; and the weights of a teacher, which has
+    `teacher` parameters. Experts count as if each rank had all of them."""
     weight, parallel = WEIGHT[config.train.precision], config.train.parallel
     trained = weight + _GRADIENT + OPTIMIZER[config.train.precision] / parallel.replicas
-    held = trained * (1 if config.train.critic is None else 2)
-    held += weight if config.train.policy.needs_reference else 0
-    return round((parameters * held + teacher * weight) / (parallel.tensor * parallel.pipeline))
+    learning = parameters + (0 if config.train.critic is None else critic or parameters)
+    held = teacher + (parameters if config.train.policy.needs_reference else 0)
+    return round((learning * trained + held * weight) / (parallel.tensor * parallel.pipeline))
 
 
 def engine_bytes(config: RunConfig, parameters: int) -> int:
@@ -41,7 +41,9 @@ def judge_bytes(config: RunConfig, parameters: int) -> int:
     return parameters * WEIGHT[section.precision] + cache
 
 
-def check_room(config: RunConfig, parameters: int, teacher: int, place: Placement, card_bytes: int) -> None:
+def check_room(
+    config: RunConfig, parameters: int, teacher: int, critic: int, place: Placement, card_bytes: int
+) -> None:
     """Refuse rollouts beside a training on cards that cannot hold a rank and engines at once; parameters as
     `rank_bytes`. Raises InputError."""
     workers = Counter(card for cards in place.engines for card in cards)
@@ -54,7 +56,7 @@ def check_room(config: RunConfig, parameters: int, teacher: int, place: Placemen
     if section.kv_cache_mib is not None:
         weights = parameters * WEIGHT[section.precision] // section.tensor
         of_engines = most * (weights + (section.kv_cache_mib << 20))
-    of_rank = rank_bytes(config, parameters, teacher) // config.train.parallel.expert  # at least
+    of_rank = rank_bytes(config, parameters, teacher, critic) // config.train.parallel.expert  # at least
     if of_rank + of_engines <= card_bytes:
         return
     raise InputError(

@@ -1,18 +1,23 @@
 """A critic in the loop over small workers: part of each train state, killed where the policy is, made again with it."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from storage.backends.root import Root, open_root
 from storage.errors import DigestMismatch, InputError
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.upkeep.verify import verify
+from tasks.checks import check_config, prepared_stage
 from tasks.config.stored import check_fixed, forked_config
 from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
+from tests.flows.test_distilling import made
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere
@@ -106,3 +111,66 @@ def test_stored_samples_train_a_critic_too(whole: Root, tmp_path: Path):
     before, after = (Trained(need(whole, "again", number, Stage.TRAIN)).identity.critic for number in (0, 1))
     assert before == states(whole)[1].identity.critic
     assert after not in (None, before)
+
+
+SOURCE = "train.critic.source"
+
+
+def from_folder(folder: Path) -> tuple[str, ...]:
+    return (*CRITIC, f'{SOURCE}="{folder}"')
+
+
+def classifier(folder: Path, labels: int = 1, **sizes: int) -> Path:
+    """Folder of a sequence classifier."""
+    made(folder, 7, **sizes)
+    facts, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**facts, "architectures": ["Qwen3ForSequenceClassification"]}))
+    weights["score.weight"] = weights.pop("lm_head.weight")[:labels]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_a_critic_begins_with_a_folder_that_the_run_keeps(whole: Root, tmp_path: Path):
+    folder, found = classifier(tmp_path / "critic"), list[list[Trained]]()
+    for name, points in (("whole", ()), ("killed", ((0, Point.UPLOAD), (1, Point.UPLOAD)))):
+        root = open_root(str(tmp_path / name))
+        for iteration, point in points:
+            with pytest.raises(Killed):
+                drive(root, tmp_path / point, *from_folder(folder), at=killing(Stage.TRAIN, iteration, point))
+            shutil.rmtree(folder, ignore_errors=True)  # the run has its own copy
+        drive(root, tmp_path / f"{name}-again", *from_folder(folder))
+        found.append(states(root))
+    assert [one.digest for one in found[0]] == [one.digest for one in found[1]]
+    own, policys = found[0][0].identity, states(whole)[0].identity
+    assert (own.tensors, own.critic != policys.critic) == (policys.tensors, True)
+    names = need(root, RUN, 0, Stage.PREPARE).part_names
+    assert {"critic/config.json", "critic/model.safetensors", "critic/tokenizer.json"} <= set(names)
+    refuse_others(root, made(tmp_path / "critic", 8))
+
+
+def refuse_others(root: Root, changed: Path) -> None:
+    """Refusals of a run whose critic began with a folder."""
+    refused(root, from_folder(changed), f"{SOURCE} .*critic is not the model that run 'small' was started with")
+    with pytest.raises(InputError, match=r"begins with a model of its own .*: give train.critic.source, or start"):
+        check_fixed(small_config(from_folder(changed)), small_config(CRITIC), RUN, "a fork of it")
+
+
+def refused(root: Root, settings: tuple[str, ...], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        check_config(small_config([f"run.iterations={LAST}", *settings]), root, prepared_stage(root, RUN))
+
+
+def test_a_model_with_which_no_critic_can_begin_is_refused(whole: Root, tmp_path: Path):
+    one, none = classifier(tmp_path / "one"), open_root(str(tmp_path / "runs"))
+    check_config(small_config(from_folder(one)), none)
+    said = r"score.weight is of the shape \[3, 16\], and a value takes \[1, 16\]: give one with num_labels = 1"
+    refused(none, from_folder(classifier(tmp_path / "three", 3)), said)
+    refused(none, from_folder(tmp_path / "nothing"), f"{SOURCE} {tmp_path / 'nothing'} does not exist")
+    refused(none, from_folder(classifier(tmp_path / "short", max_positions=64)), "context of 64 tokens, but .* critic")
+    refused(none, (*from_folder(one), "train.parallel.tensor=4", "train.parallel.pipeline=1"), "cannot be divided by")
+    path = shutil.copytree(one, tmp_path / "other") / "tokenizer.json"
+    path.write_text(path.read_text().replace('"7"', '"seven"'))
+    refused(none, from_folder(path.parent), r"token \d+ is '7' for the model, and 'seven' for the critic")
+    refused(whole, from_folder(one), f"{SOURCE} is .*, but run 'small' has stored no model for a critic: leave it out")
+    with pytest.raises(InputError, match=r"begins with the policy .*: leave out train.critic.source, or start"):
+        forked_config(whole, RUN, "child", from_folder(one))

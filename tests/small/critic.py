@@ -1,4 +1,4 @@
-"""The critic of a small trainer: an array that begins with the weights, and changes with each lesson."""
+"""The critic of a small trainer: an array that begins with the weights or a folder, and changes with each lesson."""
 
 from pathlib import Path
 
@@ -14,6 +14,7 @@ class SmallCritic:
 
     def __init__(self, config: TrainerConfig, rank: int) -> None:
         self._rank, self._ranks, self._used = rank, config.parallel.world_size, config.critic is not None
+        self._source = None if config.critic is None else config.critic.source
         self._begins = config.policy.loss.trains_critic  # with the weights of any state
         self._values = np.zeros(0, np.float32)
 
@@ -23,8 +24,11 @@ class SmallCritic:
         return bytes_digest(self._values.tobytes()) if self._used else None
 
     def begin(self, weights: np.ndarray) -> None:
-        """Take the weights."""
+        """Take the weights, or as many numbers that those of its source decide."""
         self._values = weights * self._used
+        if self._source is not None:
+            seed = int(bytes_digest(Path(self._source, "model.safetensors").read_bytes()), 16)
+            self._values = np.random.default_rng(seed).random(len(weights), np.float32)
 
     def learn(self, lesson: str) -> None:
         """Change with all that is held and all that is given."""

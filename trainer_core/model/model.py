@@ -28,6 +28,7 @@ from trainer_core.config import (
     attention_of,
     check_context,
     check_layout,
+    decoder_of,
     experts_of,
 )
 from trainer_core.lora import check_targets
@@ -38,6 +39,7 @@ from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.parts import walk
 from trainer_core.model.routers import Balance, Replay, prepare_routers
 from trainer_core.model.settings import buffer_settings, dtype_of, model_settings, provider_settings, uses_graphs
+from trainer_core.model.values import end_with_values, heads_aside
 from trainer_core.platform.platform import Platform, quietly
 from trainer_core.progress import told
 
@@ -194,15 +196,6 @@ class Model:
         return [chunk.module for chunk in self.chunks]
 
 
-class ValueHead(torch.nn.Linear):
-    """Output layer of a critic, whole on each rank of the last pipeline stage: a number for each position, in fp32."""
-
-    def forward(self, hidden: torch.Tensor, weight: None = None) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Values (R, 1, 1) of hidden states (R, 1, H), and no bias that is still to be added."""
-        assert weight is None, "a critic does not share its output layer"
-        return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()), None
-
-
 def _predicted_logits(
     *,
     hidden_states: torch.Tensor,
@@ -236,8 +229,10 @@ def read_model_config(model_dir: str) -> dict[str, Any]:
 
 
 def read_weights(model: Model) -> None:
-    """Read the weights of the model's Hugging Face directory. Collective."""
-    with model.weights("writable"), quietly():
+    """Read the weights of the model's Hugging Face directory. A critic has the values of a sequence classifier, or else
+    0. Collective."""
+    given = cast(Any, model.bridge.hf_pretrained).state
+    with model.weights("writable"), quietly(), heads_aside(model.modules, given):
         model.bridge.load_hf_weights(list(model.chunks))  # pyright: ignore[reportArgumentType]
 
 
@@ -254,7 +249,7 @@ def build_model(
     check_targets(config.lora, hf_config, experts_of(hf_config))
     config = _decided(config, platform, deterministic)
     with quietly():
-        bridge = _bridge(model_dir)
+        bridge = _bridge(model_dir, **(decoder_of(hf_config) if kind == "critic" else {}))
         provider = bridge.to_megatron_provider(load_weights=False)
         wanted = model_settings(config, platform, deterministic)
         rope = vars(bridge.hf_pretrained.config).get("rope_parameters") or {}
@@ -303,7 +298,7 @@ def _adapted(
     for module in modules if kind == "frozen" else []:
         module.requires_grad_(False)
     if kind == "critic":
-        _end_with_values(modules, provider)
+        end_with_values(modules, provider.hidden_size)
     if config.lora is None:
         return {}
     for module in unwrap_model(modules):
@@ -313,17 +308,10 @@ def _adapted(
     return adapt(modules, bridge._model_bridge.mapping_registry(), provider, config.lora)  # pyright: ignore[reportPrivateUsage]
 
 
-def _end_with_values(modules: list[Any], provider: GPTModelProvider) -> None:
-    """Replace the output layer, on the rank that has it."""
-    for module in unwrap_model(modules):
-        if "output_layer" in module._modules:
-            like = module.output_layer.weight
-            module.output_layer = ValueHead(provider.hidden_size, 1, device=like.device, dtype=like.dtype)
-
-
-def _bridge(model_dir: str) -> AutoBridge:
+def _bridge(model_dir: str, **named: Any) -> AutoBridge:
+    """Megatron-bridge's view of the directory, with these keys of config.json replaced."""
     try:
-        return AutoBridge.from_hf_pretrained(model_dir)
+        return AutoBridge.from_hf_pretrained(model_dir, **named)
     except ValueError as error:
         raise InputError(f"megatron-bridge cannot read the model at {model_dir}: {error}") from error
 

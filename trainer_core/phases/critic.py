@@ -14,7 +14,7 @@ from trainer_core.config import ExpertsConfig, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.model.model import Model, build_model
+from trainer_core.model.model import Model, build_model, read_weights
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.model.passes import Objective, Passes
 from trainer_core.model.vocab_parallel import EntropyUse
@@ -36,15 +36,15 @@ class Critic:
     def __init__(
         self, directory: str, config: TrainerConfig, critic: CriticConfig, mesh: Mesh, platform: Platform, fixed: bool
     ) -> None:
-        """Build the model without weights. Collective; `fixed` is `deterministic` of `build_model`, which says what it
-        raises."""
+        """Build the model without weights, that of `directory` unless it has a source. Collective; `fixed` is
+        `deterministic` of `build_model`, which says what it raises."""
         # what concerns the policy's output layer and routers alone is not the critic's
         megatron = config.megatron.model_copy(
             update={"output_gradient_accumulation_fusion": False, "cuda_graphs": False}
         )
         own = config.model_copy(update={"experts": ExpertsConfig(), "megatron": megatron})
         with rng.undisturbed():
-            self.model = build_model(directory, own, platform, fixed, "critic")
+            self.model = build_model(critic.source or directory, own, platform, fixed, "critic")
         self._config, self._mesh = critic, mesh
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
         self._passes = _ValuePasses(self.model, mesh, limits)
@@ -64,7 +64,15 @@ class Critic:
         return self.optimizer.updates < self._config.updates_alone
 
     def begin(self, policy: Model) -> None:
-        """Take the policy's weights, a value of 0 for every position, and a fresh optimizer. Collective."""
+        """Take the weights of `source`, or else the policy's with a value of 0 for every position, and begin an
+        optimizer. Collective."""
+        if self._config.source is None:
+            self._copy(policy)
+        else:
+            read_weights(self.model)
+        self._optimizer = Optimizer(self.model, self._config.optimizer, "train.critic")
+
+    def _copy(self, policy: Model) -> None:
         with policy.weights("readable"), self.model.weights("writable"), torch.no_grad():
             for own, theirs in zip(self.model.modules, policy.modules, strict=True):
                 given = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
@@ -73,7 +81,6 @@ class Critic:
                         tensor.zero_()
                     else:
                         tensor.copy_(given[name])
-        self._optimizer = Optimizer(self.model, self._config.optimizer, "train.critic")
 
     def values(self, samples: Samples) -> Vector:
         """(R,) estimated return from each response token on, of samples that are usable; 0 for others."""

@@ -42,6 +42,7 @@ def test_secrets_and_places_are_marked():
     files = [path for path, key in PER_KEY.items() if key.mark.place == "files"]
     assert files == ["model.source", *(f"data.{table}{end}" for table in ("train", "held_out", "warmup")
                                        for end in ("", ".source")), "train.policy.distill.teacher",
+                     "train.critic.source",
                      "engines.judge.source"]  # fmt: skip
     assert [path for path, key in PER_KEY.items() if key.mark.place == "function"] == [
         "reward.function", "reward.functions.function", "environment.function", "train.policy.advantage.function",

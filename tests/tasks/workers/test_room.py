@@ -30,7 +30,7 @@ WEIGHTS = GIB  # a rank holds 18 bytes of each in bf16, an engine 2
     ],
 )
 def test_what_fits_is_let_pass(settings, place):
-    check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), WEIGHTS, 0, place, CARD)
+    check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), WEIGHTS, 0, 0, place, CARD)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_fits_is_let_pass(settings, place):
 )
 def test_what_cannot_fit_is_refused_with_the_numbers_and_the_repair(settings, place, said):
     with pytest.raises(InputError) as refused:
-        check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), WEIGHTS, 0, place, CARD)
+        check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), WEIGHTS, 0, 0, place, CARD)
     assert [one for one in ["rollout.ahead = 1", *said] if one not in str(refused.value)] == []
 
 
@@ -58,15 +58,16 @@ def test_what_cannot_fit_is_refused_with_the_numbers_and_the_repair(settings, pl
 )
 def test_a_critic_and_a_teacher_take_room(settings, teacher, held):
     config = small_config([*BF16, *settings, "rollout.ahead=1", f"engine.kv_cache_mib={(78 - held) << 10}"])
-    check_room(config, WEIGHTS, teacher, BOTH, CARD)
+    check_room(config, WEIGHTS, teacher, 0, BOTH, CARD)
+    check_room(config, WEIGHTS, teacher, WEIGHTS // 2, BOTH, CARD - (CARD >> 4) * (config.train.critic is not None))
     with pytest.raises(InputError, match=f"a rank takes {held}.0 GiB"):
-        check_room(config, WEIGHTS, teacher, BOTH, CARD - 1)
+        check_room(config, WEIGHTS, teacher, 0, BOTH, CARD - 1)
 
 
 def test_shares_of_experts_and_of_the_optimizer_count_once():
     settings = [*BF16, "train.parallel.data=2", "train.parallel.expert=2", "engine.kv_cache_mib=73728"]
     place = Placement(device="cuda", ranks=("0", "1"), engines=(("0",),))
-    check_room(small_config([*settings, "rollout.ahead=1"]), WEIGHTS, 0, place, CARD)  # 6 + 2 + 72
+    check_room(small_config([*settings, "rollout.ahead=1"]), WEIGHTS, 0, 0, place, CARD)  # 6 + 2 + 72
 
 
 class Driver:
