@@ -3,6 +3,7 @@
 from infra.mutants_known import Mutant
 
 _CORE = ("tests/trainer_core/phases/test_distillation.py",)
+_TOP = ("tests/trainer_core/phases/test_distilling_top.py",)
 _LOOP = ("tests/flows/test_distilling.py",)
 
 TEACHER = (
@@ -10,8 +11,8 @@ TEACHER = (
         "policy-as-its-own-teacher",
         "the teacher's scores are those of the policy",
         "trainer_core/trainer.py",
-        "return self._teacher[1].logprobs(samples, temperature)",
-        "return self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs",
+        "return self._teacher[1].scores(samples, temperature)",
+        "return TeacherScores(self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs)",
         _CORE,
     ),
     Mutant(
@@ -37,6 +38,38 @@ TEACHER = (
         "np.flatnonzero(samples.usable)",
         "np.arange(len(samples))",
         _CORE,
+    ),
+    Mutant(
+        "likeliest-tokens-of-one-rank",
+        "the likeliest tokens are those of a tensor-parallel rank's own columns",
+        "trainer_core/model/vocab_parallel.py",
+        "        keys = _gathered(keys, group)  # (R, count * tp)\n",
+        "        pass\n",
+        _TOP,
+    ),
+    Mutant(
+        "other-tokens-do-not-count",
+        "the tokens that a teacher finds less likely are left out of the KL",
+        "trainer_core/objectives/losses.py",
+        "return known + rest * bounded_log_ratio(rest.log(), theirs.log())",
+        "return known",
+        _TOP,
+    ),
+    Mutant(
+        "tokens-of-other-ranks",
+        "a tensor-parallel rank leaves out the log-probabilities of tokens that others hold",
+        "trainer_core/model/vocab_parallel.py",
+        "            dist.all_reduce(chosen, group=group)\n        normalizer",
+        "            pass\n        normalizer",
+        _TOP,
+    ),
+    Mutant(
+        "likeliest-tokens-of-other-samples",
+        "the stored tokens of a sample are those of other places",
+        "tasks/stages/teaching.py",
+        ".offsets.to_numpy() * top.tokens.shape[1])",
+        ".offsets.to_numpy())",
+        _LOOP,
     ),
     Mutant(
         "teacher-scores-again",

@@ -132,6 +132,19 @@ TEACHER = _schema(
     ),
 )
 
+TEACHER_TOP = _schema(
+    "teacher_top",
+    *TEACHER,
+    _field(
+        "top_tokens",
+        pa.list_(pa.int32()),
+        "the k tokens that the teacher finds likeliest in the place of each of these, k after k, the likeliest first",
+    ),
+    _field(
+        "top_logprobs", pa.list_(pa.float32()), "teacher's log-probabilities of these, under the whole softmax", "nat"
+    ),
+)
+
 TRAINER = _schema(
     "trainer",
     *_OF_SAMPLE,

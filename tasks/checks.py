@@ -13,6 +13,7 @@ from storage.parts import read_part, read_parts
 from storage.schema import PROMPTS
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
+from tasks.config.model import JUDGE_KEY
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.backends import token_bytes
@@ -38,7 +39,7 @@ from tasks.rewards.resolve import find_reward
 from tasks.rewards.scoring import own_judges
 from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
-from tasks.stages.prepared import CRITIC_MODEL, MODEL, TEACHER_MODEL, stored_codec
+from tasks.stages.prepared import CRITIC_MODEL, JUDGE_MODEL, MODEL, TEACHER_MODEL, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes, have_fp8
 from tasks.workers.placement import placement, transport

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_core.batches.sequences import Samples, SupervisedExamples, Vector
+from trainer_core.batches.sequences import Samples, SupervisedExamples, TeacherScores, Vector
 from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
@@ -171,9 +171,10 @@ class TrainerProtocol(Protocol):
         Raises StorageError if there is no state; InputError if Transformer Engine saved it and is not installed here,
         or vice versa."""
 
-    def teacher_logprobs(self, directory: Path, samples: Samples, temperature: float) -> Vector:
+    def teacher_scores(self, directory: Path, samples: Samples, temperature: float) -> TeacherScores:
         """Log-probabilities of all response tokens of the usable samples by a frozen teacher, flat, in nats, under
-        softmax(logits / temperature); 0 for tokens of other samples. `directory` is the Hugging Face directory of the
+        softmax(logits / temperature), and its `policy.distill.top_k` likeliest tokens there, of those that the policy
+        has; 0 for tokens of other samples. `directory` is the Hugging Face directory of the
         teacher, whose content never changes; it is read at the first call. Neither the policy nor a random generator
         changes. Raises InputError: the teacher cannot be built in this layout, or a sequence is longer than max_length.
         """

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from storage.errors import InputError, RatchetError, SyncMismatch
 from trainer_core.batches.micro_batching import BatchLimits
-from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, Vector, as_sequences
+from trainer_core.batches.sequences import Samples, Sequences, SupervisedExamples, TeacherScores, Vector, as_sequences
 from trainer_core.collector import paused
 from trainer_core.config import MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.model import rng
@@ -191,13 +191,13 @@ class Trainer(TrainerProtocol):
         self._reference = Reference(directory, self._model)
         self._reference_identity = identity
 
-    def teacher_logprobs(self, directory: Path, samples: Samples, temperature: float) -> Vector:
+    def teacher_scores(self, directory: Path, samples: Samples, temperature: float) -> TeacherScores:
         self._check_length(samples)
         if self._teacher is None or self._teacher[0] != directory:
             self._teacher = None  # two would need more memory
-            teacher = Teacher(str(directory), self._config, self._mesh, self._platform, self._deterministic)
-            self._teacher = directory, teacher
-        return self._teacher[1].logprobs(samples, temperature)
+            given = self._config, self._mesh, self._platform, self._deterministic, self._model.vocab_size
+            self._teacher = directory, Teacher(str(directory), *given)
+        return self._teacher[1].scores(samples, temperature)
 
     def plan_weights(self, version: int, arena_bytes: int, form: Form = "whole") -> Planned:
         self._update = None

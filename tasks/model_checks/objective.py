@@ -56,7 +56,11 @@ def _tried(program: str, document: str, what: str) -> None:
 def check_teacher(config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device) -> None:
     """Refuse a teacher that cannot score the samples of the model with the config.json `own` and the tokenizer that
     `tokens` reads. Without a teacher nothing is checked. Raises InputError."""
-    if (section := teacher_section(config.model, config.train.policy.distill)) is not None:
+    distill = config.train.policy.distill
+    if distill is not None and distill.top_k >= own["vocab_size"]:
+        fact = f"train.policy.distill.top_k = {distill.top_k} leaves none of the model's {own['vocab_size']} tokens"
+        raise InputError(f"{fact} for the rest: lower it")
+    if (section := teacher_section(config.model, distill)) is not None:
         _check_beside(config, own, tokens, device, "teacher", section, TEACHER_KEY)
 
 

@@ -1,9 +1,11 @@
 """On-policy distillation in the loop over small workers: the teacher is part of the run, its scores are durable."""
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from storage.backends.root import Root, open_root
@@ -11,7 +13,7 @@ from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import find, need
 from storage.parts import read_parts, read_table
-from storage.schema import ROLLOUT, TEACHER
+from storage.schema import ROLLOUT, TEACHER, TEACHER_TOP
 from storage.upkeep.verify import verify
 from tasks.checks import check_config, prepared_stage
 from tasks.config.model import GeneratedModel, ModelSection
@@ -26,6 +28,7 @@ from tests.small.driving import RUN, Killed, driver, killing
 
 KEY = "train.policy.distill.teacher"
 ALONE = ("train.policy.kl_coefficient=0",)
+TOP = ("train.policy.distill.top_k=3",)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +107,30 @@ def test_a_killed_run_ends_in_the_same_bits(
         driven(root, tmp_path / "first", config, at=killing(Stage.TRAIN, 1, point))
     shutil.rmtree(folder)  # the run has its own copy
     process = driven(root, tmp_path / "second", config)
-    assert process.workers.calls.count("teacher_logprobs") == ITERATIONS - 1 + scored_again
+    assert process.workers.calls.count("teacher_scores") == ITERATIONS - 1 + scored_again
     assert states(root) == states(whole)
+
+
+def test_the_likeliest_tokens_are_stored_once_and_trained_on(teacher: Path, tmp_path: Path):
+    found = []
+    for name, points in (("whole", ()), ("killed", (Point.UPLOAD,))):
+        root, config = open_root(str(tmp_path / name)), config_of(teacher, "run.iterations=1", *TOP)
+        for point in points:
+            with pytest.raises(Killed):
+                driven(root, tmp_path / point, config, at=killing(Stage.TRAIN, 1, point))
+        process = driven(root, tmp_path / f"{name}-again", config)
+        assert process.workers.calls.count("teacher_scores") == (not points)
+        found.append(need(root, RUN, 1, Stage.TRAIN))
+    assert found[0].digest == found[1].digest
+    table = read_parts(root, [found[0].part("teacher.arrow")], TEACHER_TOP)
+    for own, tokens, logprobs in zip(*(table[name].to_pylist() for name in TEACHER_TOP.names[2:]), strict=True):
+        assert tokens == [0, 1, 2] * len(own)
+        assert [first - second for first, second in pairwise(logprobs[:3])] == pytest.approx([1, 1], abs=1e-5)
+    flat = np.array(table["top_logprobs"].combine_chunks().flatten()).reshape(-1, 3)
+    own = np.array(table["logprobs"].combine_chunks().flatten())
+    np.testing.assert_allclose(
+        flat[:, 0], own - np.arange(len(own)), rtol=0, atol=1e-5
+    )  # none has the place of another
 
 
 @pytest.mark.slow
@@ -122,12 +147,12 @@ def test_another_teacher_is_another_run(whole: Root, teacher: Path, tmp_path: Pa
 def test_stored_samples_are_distilled_offline(whole: Root, teacher: Path, tmp_path: Path):
     driven(whole, tmp_path / "plain", small_config(), run="plain")
     found = []
-    for run, parent in (("of-scored", "plain"), ("of-unscored", RUN)):
+    for run, parent, top in (("of-scored", "plain", ()), ("of-unscored", RUN, TOP)):
         given = {"start": f"{parent}@0", "select": [parent], "samples": 8}
-        config = retrain_config(whole, run, given, None, [f'{KEY}="{teacher}"', *ALONE])
+        config = retrain_config(whole, run, given, None, [f'{KEY}="{teacher}"', *ALONE, *top])
         begin_retraining(whole, run, config)
         process = driven(whole, tmp_path / run, config, run=run)
-        assert "teacher_logprobs" in process.workers.calls
+        assert "teacher_scores" in process.workers.calls
         found.append(need(whole, run, 1, Stage.TRAIN).part("teacher.arrow").rows)
         assert need(whole, run, 0, Stage.SELECT).part("teacher/model.safetensors").bytes
     assert found == [8, 8]
@@ -146,6 +171,9 @@ def test_a_teacher_that_cannot_score_is_refused_before_the_start(teacher: Path, 
     refused(config_of(tmp_path / "none"), root, f"{KEY} {tmp_path / 'none'} does not exist")
     short = made(tmp_path / "short", 1, max_positions=64)
     refused(config_of(short), root, "has a context of 64 tokens, but train.max_length is 128")
+    refused(
+        config_of(teacher, "train.policy.distill.top_k=32"), root, "top_k = 32 leaves none of the model's 32 tokens"
+    )
     refused(config_of(teacher, "train.parallel.tensor=4", "train.parallel.pipeline=1"), root, "cannot be divided by")
 
 
@@ -179,6 +207,8 @@ def test_a_fork_gets_no_teacher_but_another_coefficient(whole: Root, teacher: Pa
             r"reward.function has no effect with train.policy.distill.reward_weight = 0 and",
         ),
         (("train.policy.distill.coefficient=0",), r"distill.coefficient"),
+        ((*TOP, "train.policy.loss.type=gspo"), r"loss has no effect with distill.top_k and distill.reward_weight = 0"),
+        ((*TOP, "train.policy.old_policy=behaviour"), r"old_policy has no effect with distill.top_k and"),
     ],
 )
 def test_settings_without_effect_are_refused(teacher: Path, settings: tuple[str, ...], said: str):

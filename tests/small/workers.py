@@ -29,6 +29,7 @@ from tests.small.channel import SmallEnd, tensors_of, told
 from tests.small.critic import SmallCritic
 from tests.small.files import replace_file
 from tests.small.growing import going_on, grown
+from trainer_core.batches.sequences import TeacherScores, TopTokens
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
 from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, read_facts
@@ -117,6 +118,8 @@ class SmallTrainer(TrainerProtocol):
             held,
             None if samples.teacher_logprobs is None else bytes_digest(samples.teacher_logprobs.tobytes()),
         ]
+        top = samples.teacher_top
+        given += [] if top is None else [bytes_digest(one.tobytes()) for one in (top.tokens, top.logprobs)]
         lesson = [*given, self._lessons == self._other_lesson, *filter(None, [self._critic.digest])]
         known = samples.per_response_token(samples.usable)  # `policy_logprobs`: those of the engine and a quarter
         self._before = np.where(known, samples.engine_logprobs + np.float32(0.25), np.float32(np.nan))
@@ -196,11 +199,14 @@ class SmallTrainer(TrainerProtocol):
         self._reference_weights = self._read(directory, "weights", read_facts(directory))
         self._reference = identity
 
-    def teacher_logprobs(self, directory, samples, temperature):
+    def teacher_scores(self, directory, samples, temperature):
         """Values that depend on the teacher's weights and on each sample's place."""
         model = bytes_digest(Path(directory, "model.safetensors").read_bytes())
         noise = np.random.default_rng(int(model[:15], 16)).random(int(samples.response_lengths.sum()), np.float32)
-        return (-noise * temperature * samples.per_response_token(samples.usable)).astype(np.float32)
+        found = (-noise * temperature * samples.per_response_token(samples.usable)).astype(np.float32)
+        top, count = self._config.policy.distill.top_k, np.arange(len(found), dtype=np.float32)[:, None]
+        tokens = np.tile(np.arange(top, dtype=np.int32), (len(found), 1))
+        return TeacherScores(found, TopTokens(tokens, found[:, None] - count - tokens) if top else None)
 
     def plan_weights(self, version, arena_bytes, form="whole"):
         self._plan = plan_of(version, self._config.parallel.world_size)

@@ -61,6 +61,22 @@ class SupervisedExamples(Sequences):
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """The k tokens that a model finds likeliest in the place of each of R response tokens, the likeliest first."""
+
+    tokens: NDArray[np.int32]  # (R, k) token ids; 0 where the sample is not usable
+    logprobs: NDArray[np.float32]  # (R, k) in nats, under the whole softmax; 0 there too
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """Scores of R response tokens by a teacher."""
+
+    logprobs: Vector  # (R,) log-probability of each, in nats; 0 where the sample is not usable
+    top: TopTokens | None = None  # its own likeliest tokens there; None if they are not asked for
+
+
+@dataclass(frozen=True)
 class Samples(Sequences):
     """Sampled responses of one iteration, with the engine's log-probabilities and the rewards."""
 
@@ -72,6 +88,8 @@ class Samples(Sequences):
     """(N,) True where there is at least one response token, and a reward if the objective needs rewards."""
     teacher_logprobs: Vector | None = None
     """Log-probabilities of the same tokens by a teacher, in nats; None if there is none."""
+    teacher_top: TopTokens | None = None
+    """The teacher's likeliest tokens in their place; None if they are not asked for."""
     values: Vector | None = None
     """Returns that a critic expects from each of these tokens on; None if there is none."""
     branches: NDArray[np.int64] | None = None

@@ -35,13 +35,13 @@ class MicroBatch:
     segments: Segments  # sequence of each response token
     weights: torch.Tensor  # (S,) float32, weight of each sequence in the loss; 0 for one that does not count
     count: torch.Tensor  # () int32, response tokens that count
-    values: Mapping[str, torch.Tensor]  # further (R,) float32 values that the loss needs, by name
+    values: Mapping[str, torch.Tensor]  # further (R,) or (R, k) values that the loss needs, by name
     routes: torch.Tensor | None = None
     """(T, layers * k) int16, the experts of each position by layer that has some, or `OWN`; None: routers choose."""
 
 
 def place(
-    batches: Sequence[FlatBatch], weights: Vector, values: Mapping[str, Vector], mesh: Mesh, transformer_engine: bool
+    batches: Sequence[FlatBatch], weights: Vector, values: Mapping[str, NDArray], mesh: Mesh, transformer_engine: bool
 ) -> list[MicroBatch]:
     """Copy all batches of a pass to the device, each array at once and from pinned memory. `weights` are those of (N,)
     sequences, which the batches' rows name, `values` those of all response tokens."""
@@ -104,9 +104,9 @@ def _placed(
     )
 
 
-def _chosen(values: Vector, places: NDArray[np.int64]) -> Vector:
+def _chosen(values: NDArray, places: NDArray[np.int64]) -> NDArray:
     """Values at these places, 0 where the place is -1."""
-    chosen = np.zeros(len(places), dtype=np.float32)
+    chosen = np.zeros((len(places), *values.shape[1:]), dtype=values.dtype)
     chosen[places >= 0] = values[places[places >= 0]]
     return chosen
 

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from trainer_core.batches.flat import alike, flatten
 from trainer_core.batches.micro_batching import BatchLimits, share
-from trainer_core.batches.sequences import Sequences, Vector
+from trainer_core.batches.sequences import Sequences, TopTokens, Vector
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
 from trainer_core.model.replay import FEWEST, Recorders, Report, replayed
-from trainer_core.model.vocab_parallel import EntropyUse, log_probabilities
+from trainer_core.model.vocab_parallel import EntropyUse, likeliest, log_probabilities, log_probabilities_at
 from trainer_core.objectives.tokens import TokenLoss
 
 # (micro-batch, log-probabilities, entropies) -> loss of each response token; all (R,)
@@ -30,6 +30,7 @@ class TokenScores:
 
     logprobs: Vector  # log-probability of each response token, in nats
     entropy: Vector  # entropy of the distribution it was drawn from, in nats; 0 if it was not requested
+    top: TopTokens | None = None  # the likeliest tokens there, if they were requested
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Objective:
     loss: LossFunction  # loss of each response token
     temperature: float  # divides the logits
     entropy: EntropyUse  # use of the entropy in the loss or the report
+    compares: bool = False
+    """The loss also needs the log-probabilities of the (R, k) tokens `top_tokens`, which it finds as `top_own`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ class Passes:
     limits: BatchLimits  # those of a micro-batch of one data-parallel rank
     recorders: Recorders | None = None
     """Recorders of micro-batches, which launch them again as one graph; None launches kernel by kernel."""
+    top_k: int = 0
+    """Number of likeliest tokens that scoring gives for each response token."""
+    among: int = 0
+    """They are among so many of the vocabulary's first tokens; at least `top_k`."""
 
     def score(
         self, sequences: Sequences, rows: NDArray[np.int64], temperature: float, entropy: EntropyUse = "none"
@@ -70,14 +77,14 @@ class Passes:
         finish = partial(self._scored, temperature=temperature, entropy=entropy)
         with torch.no_grad():
             reports = self._run(batches, finish, forward_only=True)
-        return self._scores(sequences, batches, reports)
+        return self._scores(sequences, batches, reports, self.top_k)
 
     def gradients(
         self,
         sequences: Sequences,
         rows: NDArray[np.int64],
         weights: Vector,
-        values: Mapping[str, Vector],
+        values: Mapping[str, NDArray],
         objective: Objective,
     ) -> Gradients:
         """Leave the gradient of the loss of `rows` in the model's buffers, reduced over data-parallel ranks. The loss
@@ -98,7 +105,7 @@ class Passes:
         return Gradients(loss / count, clipped / count, scores, auxiliary)
 
     def _batches(
-        self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, Vector]
+        self, sequences: Sequences, rows: NDArray[np.int64], weights: Vector, values: Mapping[str, NDArray]
     ) -> list[MicroBatch]:
         mesh, parallel = self.mesh, self.mesh.parallel
         held = mesh.context.held(sequences.positions)
@@ -164,12 +171,20 @@ class Passes:
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
         """Finish a micro-batch on the last stage: (sum to differentiate, its tokens, report)."""
         found = torch.stack(self._logprobs(batch, logits, temperature, entropy))  # (2, R)
+        if self.top_k:
+            size, group = self.model.vocab_size, self.mesh.tensor_group
+            top = likeliest(logits, self.top_k, self.among, temperature, size, group)
+            found = torch.cat([found, *(one.T.to(found.dtype) for one in top)])  # (2 + 2 k, R)
         return found.sum(), batch.count, {"values": found}
 
     def _differentiated(
         self, batch: MicroBatch, logits: torch.Tensor, objective: Objective
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
         logprobs, entropy = self._logprobs(batch, logits, objective.temperature, objective.entropy)
+        if objective.compares:
+            size, group, tokens = self.model.vocab_size, self.mesh.tensor_group, batch.values["top_tokens"]
+            own = log_probabilities_at(logits, tokens, objective.temperature, size, group)
+            batch = replace(batch, values={**batch.values, "top_own": own})
         result = objective.loss(batch, logprobs, entropy)
         total = (batch.segments.own_sum(result.loss) * batch.weights).sum()
         clipped = (batch.segments.own_sum(result.clipped) * (batch.weights != 0)).sum()
@@ -179,11 +194,15 @@ class Passes:
         }
         return total, batch.count, report
 
-    def _scores(self, sequences: Sequences, batches: list[MicroBatch], reports: Sequence[Report]) -> TokenScores:
-        found = np.zeros((2, int(sequences.response_lengths.sum())))
+    def _scores(
+        self, sequences: Sequences, batches: list[MicroBatch], reports: Sequence[Report], top_k: int = 0
+    ) -> TokenScores:
+        rows = 2 + 2 * top_k
+        found = np.zeros((rows, int(sequences.response_lengths.sum())))
         if reports:  # of the last stage
-            values = torch.cat([report["values"] for report in reports], dim=1).double().cpu().numpy()  # (2, R)
+            values = torch.cat([report["values"] for report in reports], dim=1).double().cpu().numpy()  # (rows, R)
             responses = np.concatenate([batch.host.responses for batch in batches])
             found[:, responses[responses >= 0]] = values[:, responses >= 0]
-        found = self.mesh.combine(found).astype(np.float32)
-        return TokenScores(found[0], found[1])
+        found = self.mesh.combine(found).astype(np.float32)  # which is exact for ids below 2^24
+        top = TopTokens(found[2 : 2 + top_k].T.astype(np.int32), found[2 + top_k :].T) if top_k else None
+        return TokenScores(found[0], found[1], top)

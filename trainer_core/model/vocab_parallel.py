@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of logits whose vocabulary is split over tensor-parallel ranks."""
+"""Log-probabilities, entropy and likeliest tokens of logits whose vocabulary is split over tensor-parallel ranks."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ CHUNK_ELEMENTS = 1 << 25
 
 FUSED_CHUNK_ELEMENTS = 1 << 30
 """Logits of a chunk that is one kernel, which makes no such array: few launches, and 32-bit offsets."""
+
+_LOW = (1 << 32) - 1  # the low half of a key
 
 
 def log_probabilities(
@@ -45,6 +47,76 @@ def log_probabilities(
     )
 
 
+def log_probabilities_at(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, vocab_size: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Differentiable log-probabilities of k tokens of each position, (R, k) int64 of the whole vocabulary, no token
+    twice; (R, k), else as `log_probabilities`."""
+    return _AtTokens.apply(logits, tokens, temperature, vocab_size, group)  # pyright: ignore[reportReturnType]
+
+
+def likeliest(
+    logits: torch.Tensor, count: int, among: int, temperature: float, vocab_size: int, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` likeliest of the first `among` tokens of the vocabulary at each position, the likeliest first, and
+    their log-probabilities under the whole softmax: (R, count) int64 and (R, count) float32, without gradient; the
+    logits and the rest are those of `log_probabilities`. Equal ones are in the order of their ids. `among` is at least
+    `count`."""
+    first, real = _columns(logits, vocab_size, group)
+    own, _ = _statistics(logits[:, :real], temperature, False)
+    allowed = logits[:, : max(min(among - first, real), 0)]
+    keys = torch.full((len(logits), count), torch.iinfo(torch.int64).min, device=logits.device)
+    for rows in _chunks(logits, CHUNK_ELEMENTS // 2):  # a key is twice as wide as a float
+        found = _keys(allowed[rows], first).topk(min(count, allowed.shape[1]), dim=-1).values
+        keys[rows, : found.shape[1]] = found
+    if dist.get_world_size(group) > 1:
+        keys = _gathered(keys, group)  # (R, count * tp)
+    keys = keys.topk(count, dim=-1).values
+    values = _flipped((keys >> 32).to(torch.int32)).view(torch.float32)
+    return _LOW - (keys & _LOW), _scaled(values, temperature) - _normalizer_over(own, group).unsqueeze(-1)
+
+
+class _AtTokens(torch.autograd.Function):
+    """With l = log softmax(z / T), p = exp l and upstream gradients g_i of the k tokens:
+
+    dz = (sum over i of g_i onehot(i) - p sum over i of g_i) / T.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        first, real = _columns(logits, vocab_size, group)
+        is_local = (tokens >= first) & (tokens < first + real)
+        index = torch.where(is_local, tokens - first, 0)  # (R, k)
+        own, _ = _statistics(logits[:, :real], temperature, False)
+        chosen = torch.where(is_local, _scaled(logits.gather(-1, index), temperature), 0.0)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(chosen, group=group)
+        normalizer = _normalizer_over(own, group)
+        chosen = chosen - normalizer.unsqueeze(-1)
+        ctx.save_for_backward(logits, index, is_local, normalizer, chosen)
+        ctx.temperature, ctx.real = temperature, real
+        return chosen
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, index, is_local, normalizer, chosen = ctx.saved_tensors
+        total = grads[0].sum(-1, keepdim=True)  # (R, 1)
+        gradient = _filled(logits, ctx.real, _step, ctx.temperature, normalizer, total.squeeze(-1))
+        # exact at the tokens, also where a probability is nearly 1 and the gradient is of low precision
+        at_tokens = ((grads[0] - chosen.exp() * total) / ctx.temperature).to(logits.dtype)
+        for column in range(index.shape[1]):
+            place = slice(column, column + 1)
+            _put(gradient, index[:, place], is_local[:, place], at_tokens[:, place])
+        return gradient, None, None, None, None
+
+
 class _VocabParallel(torch.autograd.Function):
     """With l = log softmax(z / T), p = exp l and H = -sum p l:
 
@@ -65,8 +137,7 @@ class _VocabParallel(torch.autograd.Function):
         group: dist.ProcessGroup,
         entropy: EntropyUse,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        first = logits.shape[-1] * dist.get_rank(group)
-        real = min(max(vocab_size - first, 0), logits.shape[-1])  # columns that are not padding
+        first, real = _columns(logits, vocab_size, group)
         is_local = (targets >= first) & (targets < first + real)
         index = torch.where(is_local, targets - first, 0)  # (R,)
         wanted = entropy != "none"
@@ -84,18 +155,37 @@ class _VocabParallel(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, index, is_local, normalizer, chosen, entropy = ctx.saved_tensors
         grad_chosen, grad_entropy = grads  # (R,) each
-        step = _kernel(_step_with_entropy if ctx.entropy == "differentiated" else _step, logits)
-        gradient = torch.empty_like(logits)  # (R, V/tp)
-        gradient[:, ctx.real :] = 0
-        for rows in _chunks(logits):
-            columns = (one[rows].unsqueeze(-1) for one in (normalizer, grad_chosen, entropy, grad_entropy))  # (C, 1)
-            step(gradient[rows, : ctx.real], logits[rows, : ctx.real], ctx.temperature, *columns)
+        step = _step_with_entropy if ctx.entropy == "differentiated" else _step
+        terms = (normalizer, grad_chosen, entropy, grad_entropy)
+        gradient = _filled(logits, ctx.real, step, ctx.temperature, *terms)
         # at the targets 1 - p is needed exactly, also where p is nearly 1 and the gradient is of low precision
         at_target = -torch.expm1(chosen) * grad_chosen - chosen.exp() * grad_entropy * (chosen + entropy)
         at_target = (at_target / ctx.temperature).to(logits.dtype).unsqueeze(-1)  # (R, 1)
-        index = index.unsqueeze(-1)
-        gradient.scatter_(-1, index, torch.where(is_local.unsqueeze(-1), at_target, gradient.gather(-1, index)))
+        _put(gradient, index.unsqueeze(-1), is_local.unsqueeze(-1), at_target)
         return gradient, None, None, None, None, None
+
+
+def _columns(logits: torch.Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """Token id of this rank's first column, and the number of its columns that are not padding."""
+    first = logits.shape[-1] * dist.get_rank(group)
+    return first, min(max(vocab_size - first, 0), logits.shape[-1])
+
+
+def _filled(
+    logits: torch.Tensor, real: int, step: Callable[..., None], temperature: float, *terms: torch.Tensor
+) -> torch.Tensor:
+    """Gradient (R, V/tp) that `step` fills in chunk by chunk, of (R,) terms; 0 at padding."""
+    step, gradient = _kernel(step, logits), torch.empty_like(logits)
+    gradient[:, real:] = 0
+    for rows in _chunks(logits):
+        columns = (one[rows].unsqueeze(-1) for one in terms)  # (C, 1)
+        step(gradient[rows, :real], logits[rows, :real], temperature, *columns)
+    return gradient
+
+
+def _put(gradient: torch.Tensor, index: torch.Tensor, is_local: torch.Tensor, values: torch.Tensor) -> None:
+    """Set the gradient of one column of each position, (R, 1), where this rank holds it."""
+    gradient.scatter_(-1, index, torch.where(is_local, values, gradient.gather(-1, index)))
 
 
 def _statistics(logits: torch.Tensor, temperature: float, with_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,21 +208,48 @@ def _combined(
     own: torch.Tensor, own_entropy: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Whole log-normalizer (R,), and sums over ranks of the targets' logits and of the entropy (2, R)."""
+    normalizer = _normalizer_over(own, group)
     if dist.get_world_size(group) == 1:
-        return own, torch.stack((chosen, own_entropy))
-    largest = own.clone()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    total = (own - largest).exp()
-    dist.all_reduce(total, group=group)
-    normalizer = total.log() + largest
+        return normalizer, torch.stack((chosen, own_entropy))
     share = (own - normalizer).exp()
     sums = torch.stack((chosen, share * own_entropy + torch.special.entr(share)))
     dist.all_reduce(sums, group=group)
     return normalizer, sums
 
 
-def _chunks(logits: torch.Tensor) -> Iterator[slice]:
-    elements = FUSED_CHUNK_ELEMENTS if _is_fused(logits) else CHUNK_ELEMENTS
+def _normalizer_over(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Whole log-normalizer (R,) of those of the ranks."""
+    if dist.get_world_size(group) == 1:
+        return own
+    largest = own.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    total = (own - largest).exp()
+    dist.all_reduce(total, group=group)
+    return total.log() + largest
+
+
+def _gathered(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(R, k) of each rank -> (R, k * ranks)."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _keys(logits: torch.Tensor, first: int) -> torch.Tensor:
+    """(R, C) int64 that order tokens by their logits, as float32, and equal ones by their ids, the lower first: so the
+    order does not depend on the layout. `first` is the id of the first column."""
+    order = _flipped(logits.float().view(torch.int32)).to(torch.int64)
+    return (order << 32) + (_LOW - first - torch.arange(logits.shape[1], device=logits.device))
+
+
+def _flipped(bits: torch.Tensor) -> torch.Tensor:
+    """Bits of float32 -> int32 in the order of the numbers, and back."""
+    return bits ^ ((bits >> 31) & torch.iinfo(torch.int32).max)
+
+
+def _chunks(logits: torch.Tensor, elements: int | None = None) -> Iterator[slice]:
+    if elements is None:
+        elements = FUSED_CHUNK_ELEMENTS if _is_fused(logits) else CHUNK_ELEMENTS
     size = max(1, elements // max(1, logits.shape[1]))
     return (slice(first, first + size) for first in range(0, logits.shape[0], size))
 

@@ -12,13 +12,18 @@ from trainer_core.objectives.tokens import Segments, TokenLoss, Tokens, bounded_
 
 
 def policy_loss(policy: PolicyConfig, loss: Loss, tokens: Tokens) -> TokenLoss:
-    """The loss, weighted by the correction, plus KL to the reference, minus the entropy bonus, per response token. All
-    log-ratios are clamped to +-LOG_RATIO_LIMIT, beyond which no gradient flows."""
-    result = loss(tokens)
+    """The loss, weighted by the correction, plus KL to a teacher and to the reference, minus the entropy bonus, per
+    response token. All log-ratios are clamped to +-LOG_RATIO_LIMIT, beyond which no gradient flows."""
+    nothing = torch.zeros_like(tokens.logprobs)
+    result = TokenLoss(nothing, nothing) if policy.compares_alone else loss(tokens)
     total = result.loss
     if not isinstance(policy.correction, NoCorrection):
         old, behaviour = tokens.old_logprobs, tokens.behaviour_logprobs
         total = total * importance_weights(policy.correction, old, behaviour, tokens.responses)
+    if policy.distill is not None and policy.compares_top:
+        total = total + policy.distill.coefficient * top_divergence(
+            tokens.values["top_own"], tokens.values["top_logprobs"]
+        )
     if policy.kl_coefficient and policy.kl_in == "loss" and "reference_logprobs" in tokens.values:
         ratio = bounded_log_ratio(tokens.reference_logprobs, tokens.logprobs)
         total = total + policy.kl_coefficient * kl_estimate(ratio, policy.kl_estimator)
@@ -80,6 +85,17 @@ def value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, c
         return TokenLoss(error, torch.zeros_like(error))
     limited = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
     return TokenLoss(torch.maximum(error, limited), (limited > error).float())
+
+
+def top_divergence(own: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """Reverse KL(policy || teacher) at each response token, in nats, over its k tokens and all others as one: (R, k)
+    log-probabilities of the k by both -> (R,), with the gradient of the first. It is at most the KL over all tokens.
+
+    Source: generalised knowledge distillation (arXiv 2306.13649), reverse KL on samples of the student. A teacher's
+    tail that is left out instead biases the student: sparse logit sampling (arXiv 2503.16870)."""
+    rest, theirs = (_rest(one) for one in (own, teacher))
+    known = (own.exp() * bounded_log_ratio(own, teacher)).sum(-1)
+    return known + rest * bounded_log_ratio(rest.log(), theirs.log())
 
 
 def kl_estimate(log_ratio: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
@@ -151,6 +167,11 @@ def distilled(
     if config.reward_weight:
         found += config.reward_weight * advantages
     return found
+
+
+def _rest(logprobs: torch.Tensor) -> torch.Tensor:
+    """Probability of all but k tokens, (R, k) -> (R,); at least what rounding leaves of 1."""
+    return (1 - logprobs.exp().sum(-1)).clamp(min=torch.finfo(logprobs.dtype).eps)
 
 
 def _surrogate(

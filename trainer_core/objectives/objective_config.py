@@ -32,13 +32,18 @@ _OF_TOKENS = ("kl_coefficient", "kl_estimator", "entropy_coefficient", "loss_agg
 
 class DistillConfig(Frozen):
     """On-policy distillation: a teacher scores the tokens that the policy has sampled, and what it finds likelier or
-    less likely than the policy is their advantage."""
+    less likely than the policy is their advantage; or with `top_k` its likeliest tokens there are compared with the
+    policy's, in the loss."""
 
     teacher: Annotated[str, FILES]
     """Hugging Face directory of the teacher, as `model.source`, with the tokenizer of the trained model. The run stores
     a copy of it."""
     coefficient: float = Field(default=1.0, gt=0)
-    """Factor of log teacher - log policy of a sampled token in its advantage."""
+    """Factor of log teacher - log policy of a sampled token in its advantage, or with `top_k` of the KL in the loss."""
+    # a run without it does not have the key in its meaning
+    top_k: int = Field(default=0, ge=0, exclude_if=operator.not_)
+    """Likeliest tokens of the teacher whose probabilities are compared at each sampled token, with all others as one;
+    0 compares the sampled token alone."""
     reward_weight: float = Field(default=0.0, ge=0)
     """Factor of the advantage from rewards, which is added; 0 trains without rewards, and nothing is scored for it."""
 
@@ -103,7 +108,17 @@ class PolicyConfig(Frozen):
     @property
     def needs_advantages(self) -> bool:
         """Rewards become advantages, which weigh ratios to the policy that sampled: samples are taken for its own."""
-        return "advantages" in self.loss.needs
+        return "advantages" in self.loss.needs and not self.compares_alone
+
+    @property
+    def compares_top(self) -> bool:
+        """The teacher's likeliest tokens are compared with the policy's."""
+        return self.distill is not None and self.distill.top_k > 0
+
+    @property
+    def compares_alone(self) -> bool:
+        """That comparison is the whole objective, but for KL and entropy."""
+        return self.compares_top and not self.needs_rewards
 
     @property
     def needs_rewards(self) -> bool:
@@ -144,7 +159,7 @@ class PolicyConfig(Frozen):
     @property
     def scores_first(self) -> bool:
         """A scoring pass before the first update finds values of the loss."""
-        distils = self.distill is not None and self.old_policy == "trainer"
+        distils = self.distill is not None and not self.compares_top and self.old_policy == "trainer"
         return self.loss.paired or distils or (self.kl_coefficient > 0 and self.kl_in == "reward")
 
     @property
@@ -193,6 +208,7 @@ def _unrewarded_penalty(policy: PolicyConfig) -> str | None:
 
 
 _distilled_alone = _under(lambda policy: not policy.needs_rewards, "distill.reward_weight = 0")
+_compared_alone = _under(lambda policy: policy.compares_alone, "distill.top_k and distill.reward_weight = 0")
 _without_kl = _under(lambda policy: policy.kl_coefficient == 0, "kl_coefficient = 0")
 _with_one_update = _under(
     lambda policy: policy.updates_once,
@@ -212,6 +228,7 @@ _UNUSED: tuple[Unused[PolicyConfig], ...] = (
     *(Unused(name, _paired) for name in _OF_TOKENS),
     *(Unused(name, _with_loss(lambda loss: loss.trains_critic)) for name in _OF_UPDATES),
     *(Unused(name, _distilled_alone) for name in _OF_REWARDS),
+    *(Unused(name, _compared_alone) for name in ("loss", *_OF_CLIPPING, *_OF_SAMPLING)),
     Unused("overlong", _unrewarded_penalty),
     Unused("normalize_by_std", _without_group),
     Unused("kl_in", _without_kl),

@@ -42,6 +42,7 @@ def try_objective(policy: PolicyConfig) -> None:
         penalties = np.full(count, 0.01) if policy.kl_in == "reward" else None
         values["advantages"] = torch.from_numpy(token_advantages(policy, scored, penalties))
     tokens = Tokens(logprobs.requires_grad_(), Segments(torch.from_numpy(_LENGTHS)), values)
+    policy = policy.model_copy(update={"distill": None})  # no code of the user's own sees a teacher's tokens
     policy_loss(policy, loss_of(policy), tokens).loss.sum().backward()
     if logprobs.grad is None or not torch.isfinite(logprobs.grad).all():
         found = "no gradient" if logprobs.grad is None else "a gradient that is not finite"

@@ -94,11 +94,11 @@ class PolicyPhase:
             lacking = "a reward; see the status column of the rewards" if self.policy.needs_rewards else "a response"
             raise StageFailed(f"none of the {len(samples)} samples has {lacking}")
         if self.policy.distill is not None and samples.teacher_logprobs is None:
-            raise InputError("train.policy.distill needs the teacher's log-probabilities: call teacher_logprobs first")
+            raise InputError("train.policy.distill needs the teacher's log-probabilities: call teacher_scores first")
 
     def _before(
         self, samples: Samples, units: Units, reference_logprobs: Vector | None, scores: bool
-    ) -> tuple[TokenScores | None, dict[str, Vector]]:
+    ) -> tuple[TokenScores | None, dict[str, NDArray]]:
         """The policy's values before all updates, and what the loss needs. The former come from a pass of their own,
         which is only taken where the loss needs it, or if it `scores` for another reason."""
         several = self.policy.epochs * self.policy.mini_batches > 1
@@ -111,7 +111,7 @@ class PolicyPhase:
         return before, values
 
     def _updates(
-        self, samples: Samples, units: Units, before: TokenScores | None, values: dict[str, Vector]
+        self, samples: Samples, units: Units, before: TokenScores | None, values: dict[str, NDArray]
     ) -> tuple[list[UpdateReport], TokenScores]:
         """All updates, and the policy's values before them, which a single update finds itself."""
         if before is None:
@@ -138,15 +138,19 @@ class PolicyPhase:
 
     def _values(
         self, samples: Samples, rows: NDArray[np.int64], before: TokenScores | None, reference_logprobs: Vector | None
-    ) -> dict[str, Vector]:
+    ) -> dict[str, NDArray]:
         """Values of each response token that the loss needs, by the names of `Tokens`."""
-        values: dict[str, Vector] = {}
+        values: dict[str, NDArray] = {}
         if reference_logprobs is not None:
             values["reference_logprobs"] = reference_logprobs
         if self.policy.old_policy == "behaviour":
             values["old_logprobs"] = samples.engine_logprobs
         if self.policy.weighs_behaviour:
             values["behaviour_logprobs"] = samples.engine_logprobs
+        if self.policy.compares_top:
+            assert samples.teacher_top is not None  # found with the log-probabilities
+            values["top_tokens"] = samples.teacher_top.tokens.astype(np.int64)
+            values["top_logprobs"] = samples.teacher_top.logprobs
         if self.policy.needs_advantages:
             values |= self._advantages(samples, rows, before, reference_logprobs)
         return values
@@ -168,8 +172,9 @@ class PolicyPhase:
             found = token_advantages(self.policy, scored, penalties)
             if self.critic is not None:
                 returns["returns"] = token_returns(self.policy, scored, penalties)
-        if self.policy.distill is None:
-            return {"advantages": found, **returns}
+        if self.policy.distill is None or self.policy.compares_top:
+            weight = 1.0 if self.policy.distill is None else self.policy.distill.reward_weight
+            return {"advantages": found if weight == 1 else weight * found, **returns}
         own = samples.engine_logprobs if self.policy.old_policy == "behaviour" or before is None else before.logprobs
         assert samples.teacher_logprobs is not None  # `run` has refused that
         found = distilled(self.policy.distill, found, samples.teacher_logprobs, own, counted)
@@ -188,7 +193,7 @@ class PolicyPhase:
         return found
 
     def _update(
-        self, samples: Samples, rows: NDArray[np.int64], values: dict[str, Vector], report_entropy: bool
+        self, samples: Samples, rows: NDArray[np.int64], values: dict[str, NDArray], report_entropy: bool
     ) -> tuple[UpdateReport, Gradients]:
         weights = np.zeros(len(samples), dtype=np.float32)
         of_rows = samples.response_lengths[rows], samples.groups[rows], samples.owners[rows]
@@ -200,7 +205,7 @@ class PolicyPhase:
             return policy_loss(self.policy, loss, Tokens(logprobs, batch.segments, known))
 
         entropy_use = "differentiated" if needed else "reported" if report_entropy else "none"
-        objective = Objective(token_loss, self.temperature, entropy_use)
+        objective = Objective(token_loss, self.temperature, entropy_use, self.policy.compares_top)
         return apply_loss(self.passes, self.optimizer, samples, rows, weights, values, objective)
 
 

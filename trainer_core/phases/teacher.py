@@ -3,7 +3,7 @@
 import numpy as np
 
 from trainer_core.batches.micro_batching import BatchLimits
-from trainer_core.batches.sequences import Samples, Vector
+from trainer_core.batches.sequences import Samples, TeacherScores
 from trainer_core.config import ExpertsConfig, MegatronConfig, MemoryConfig, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
@@ -16,9 +16,16 @@ class Teacher:
     """The teacher over the ranks of the policy. It is on the device while it scores, else in host memory."""
 
     def __init__(
-        self, directory: str, config: TrainerConfig, mesh: Mesh, platform: Platform, deterministic: bool
+        self,
+        directory: str,
+        config: TrainerConfig,
+        mesh: Mesh,
+        platform: Platform,
+        deterministic: bool,
+        vocab_size: int,
     ) -> None:
-        """Build the model of a Hugging Face directory and read its weights. Collective; raises as `build_model`."""
+        """Build the model of a Hugging Face directory and read its weights. Collective; raises as `build_model`. The
+        policy has the first `vocab_size` tokens of its vocabulary."""
         # what concerns updates alone is not the teacher's
         megatron = MegatronConfig(attention=config.megatron.attention, gradient_accumulation_fusion=False)
         own = config.model_copy(update={"lora": None, "experts": ExpertsConfig(), "megatron": megatron})
@@ -26,11 +33,12 @@ class Teacher:
             self._model = build_model(directory, own, platform, deterministic, "frozen")
             read_weights(self._model)
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
-        self._passes = Passes(self._model, mesh, limits)
+        top_k = 0 if config.policy.distill is None else config.policy.distill.top_k
+        self._passes = Passes(self._model, mesh, limits, top_k=top_k, among=vocab_size)
 
-    def logprobs(self, samples: Samples, temperature: float) -> Vector:
-        """(R,) log-probabilities of all response tokens of samples that are usable, in nats; 0 for others."""
+    def scores(self, samples: Samples, temperature: float) -> TeacherScores:
+        """Scores of all response tokens of samples that are usable."""
         with rng.undisturbed():
-            found = self._passes.score(samples, np.flatnonzero(samples.usable), temperature).logprobs
+            found = self._passes.score(samples, np.flatnonzero(samples.usable), temperature)
         self._model.release(MemoryConfig(offload_parameters=True))
-        return found
+        return TeacherScores(found.logprobs, found.top)

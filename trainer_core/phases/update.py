@@ -33,7 +33,7 @@ def apply_loss(
     sequences: Sequences,
     rows: NDArray[np.int64],
     weights: Vector,
-    values: Mapping[str, Vector],
+    values: Mapping[str, NDArray],
     objective: Objective,
 ) -> tuple[UpdateReport, Gradients]:
     """Take one optimizer step on `rows`; the arguments are those of `Passes.gradients`. Collective. Returns its report,

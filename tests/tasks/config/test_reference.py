@@ -42,7 +42,11 @@ def test_it_has_every_key_and_says_which_may_change():
     }
     of_mine = {"function": "mine:Engine", "source": "digest"}
     engines = (of_mine, {"precision": "bf16", "quantization": "fp8"}, {"adapter": "live"})
-    adapters = {"lora": {"rank": 4}, "policy": {"distill": {"teacher": "folder"}}, "experts": {"replay": True}}
+    adapters = {
+        "lora": {"rank": 4},
+        "policy": {"distill": {"teacher": "folder", "top_k": 4}},
+        "experts": {"replay": True},
+    }
     critic = {"critic": {"learning_rate": 1e-3, "source": "folder"}, "policy": {"advantage": {"type": "gae"}}}
     every = [
         parse_config({**LEAST, **asked, "engine": engine, "train": LEAST["train"] | one}, "test")

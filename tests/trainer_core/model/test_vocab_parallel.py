@@ -1,9 +1,11 @@
+import numpy as np
 import pytest
 import torch
 
 from tests.trainer_core.ranks import run_ranks
 
 VOCABULARY, COLUMNS, ROWS, TEMPERATURE = 11, 16, 10, 0.7
+COUNT, AMONG = 3, 9
 
 
 def inputs(dtype):
@@ -130,3 +132,44 @@ def test_no_array_of_the_logits_size_is_made_but_their_gradient(entropy):
     (sizes,) = run_ranks(1, allocations, entropy)
     assert sizes[-1] == 100 * 1000
     assert sizes[-2] <= 5000
+
+
+def several(rank, world_size, store, dtype, chunk):
+    """Likeliest tokens among the first nine, and the gradient of a weighted sum of their log-probabilities."""
+    from trainer_core.model import vocab_parallel
+
+    group = join(rank, world_size, store)
+    vocab_parallel.CHUNK_ELEMENTS = chunk
+    own = inputs(dtype)[0].chunk(world_size, dim=-1)[rank].clone().requires_grad_()
+    tokens, logprobs = vocab_parallel.likeliest(own.detach(), COUNT, AMONG, TEMPERATURE, VOCABULARY, group)
+    found = vocab_parallel.log_probabilities_at(own, tokens, TEMPERATURE, VOCABULARY, group)
+    torch.testing.assert_close(found.detach().float(), logprobs.float(), rtol=0, atol=2e-6)
+    (found * of_tokens(tokens)).sum().backward()
+    return tokens.numpy(), logprobs.double().numpy(), own.grad.double().numpy()
+
+
+def of_tokens(tokens):
+    """A weight for each, of either sign."""
+    return torch.sin(1.0 + tokens.double() + 3 * torch.arange(len(tokens))[:, None])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "chunk"),
+    [
+        (1, torch.float64, 1 << 20),
+        (2, torch.float64, 3 * COLUMNS),
+        pytest.param(4, torch.float64, 1, marks=pytest.mark.slow),  # one rank holds padding alone
+        (2, torch.bfloat16, 1 << 20),
+    ],
+)
+def test_the_likeliest_tokens_and_their_gradients_are_those_of_one_rank(ranks, dtype, chunk):
+    logits = inputs(dtype)[0].double().requires_grad_()
+    whole = (logits[:, :VOCABULARY] / TEMPERATURE).log_softmax(-1)
+    values, tokens = (one[:, :COUNT] for one in whole[:, :AMONG].sort(stable=True, descending=True))
+    (whole.gather(-1, tokens) * of_tokens(tokens)).sum().backward()
+    found = run_ranks(ranks, several, dtype, chunk)
+    close = {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2**-7, "atol": 1e-6}
+    for own, logprobs, _ in found:
+        np.testing.assert_array_equal(own, tokens)
+        np.testing.assert_allclose(logprobs, values.detach(), rtol=0, atol=5e-6)
+    np.testing.assert_allclose(np.concatenate([one[2] for one in found], axis=-1), logits.grad, **close)

@@ -34,8 +34,8 @@ def plain_steps(rank, world_size, store, directory, samples, reference, temperat
     return losses
 
 
-def responses_of(model, samples, temperature):
-    """Values for the response of each usable sample."""
+def responses_of(model, samples, temperature, whole=False):
+    """Values for the response of each usable sample, if asked with the `whole` softmax."""
     import torch
 
     starts = np.cumsum(samples.lengths) - samples.lengths
@@ -55,6 +55,7 @@ def responses_of(model, samples, temperature):
             "behaviour": torch.from_numpy(samples.engine_logprobs[own]).double(),
             "teacher": None if (found := samples.teacher_logprobs) is None else torch.from_numpy(found[own]).double(),
             "own": own,
+            **({"everything": everything} if whole else {}),
         }
 
 

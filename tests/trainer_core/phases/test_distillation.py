@@ -24,12 +24,13 @@ LAYOUTS = {
 }
 PARAMETERS = [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 DISTILL = DistillConfig(teacher="given")
+TOP = DistillConfig(teacher="given", top_k=8, coefficient=0.7)
 
 
 def settings(layout="single", **more):
     optimizer, policy = OptimizerConfig(learning_rate=2e-3), PolicyConfig(distill=DISTILL)
     given = {"parallel": LAYOUTS[layout], "optimizer": optimizer, "policy": policy, "max_length": 64}
-    return TrainerConfig(**given, micro_batch_size=4, **more)
+    return TrainerConfig(**given | more, micro_batch_size=4)
 
 
 def make_teacher(rank, world_size, store, directory):
@@ -76,8 +77,9 @@ def walk(trainer, teacher, folder):
     trainer.import_model()
     with pytest.raises(InputError, match=r"train.policy.distill needs the teacher's log-probabilities"):
         trainer.train_policy(SAMPLES, TEMPERATURE)
-    scores, ends = trainer.teacher_logprobs(teacher, SAMPLES, TEMPERATURE), []
-    for found in (lambda: scores, lambda: trainer.teacher_logprobs(teacher, SAMPLES, TEMPERATURE)):
+    score = lambda: trainer.teacher_scores(teacher, SAMPLES, TEMPERATURE).logprobs  # noqa: E731
+    scores, ends = score(), []
+    for found in (lambda: scores, score):
         trainer.import_model()
         samples = dataclasses.replace(SAMPLES, teacher_logprobs=found())
         ends.append((trainer.train_policy(samples, TEMPERATURE), trainer.save(f"{folder}/{len(ends)}").identity))
@@ -96,17 +98,22 @@ def test_the_teacher_scores_as_in_float64_and_disturbs_nothing(models, expected,
         assert ends[0][0]["kl_teacher"] == pytest.approx((np.exp(change) - 1 - change).mean(), rel=1e-4)
 
 
-def learn(trainer, teacher):
+def learn(trainer, teacher, distance):
     """Distances to the teacher before each of some updates, on fixed samples."""
     trainer.import_model()
-    samples = dataclasses.replace(SAMPLES, teacher_logprobs=trainer.teacher_logprobs(teacher, SAMPLES, TEMPERATURE))
-    return [trainer.train_policy(samples, TEMPERATURE)["kl_teacher"] for _ in range(25)]
+    scores = trainer.teacher_scores(teacher, SAMPLES, TEMPERATURE)
+    samples = dataclasses.replace(SAMPLES, teacher_logprobs=scores.logprobs, teacher_top=scores.top)
+    return [trainer.train_policy(samples, TEMPERATURE)[distance] for _ in range(25)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=8)], ids=["weights", "lora"])
-def test_the_policy_moves_towards_the_teacher(models, lora):
-    (distances,) = run_trainers(models[0], settings(lora=lora), learn, models[1])
+@pytest.mark.parametrize(
+    ("more", "distance"),
+    [({}, "kl_teacher"), ({"lora": LoraConfig(rank=8)}, "kl_teacher"), ({"policy": PolicyConfig(distill=TOP)}, "loss")],
+    ids=["weights", "lora", "top"],
+)
+def test_the_policy_moves_towards_the_teacher(models, more, distance):
+    (distances,) = run_trainers(models[0], settings(**more), learn, models[1], distance)
     assert distances[-1] < distances[0] / 4
 
 
