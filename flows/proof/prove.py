@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,11 +114,14 @@ def _check_empty(url: str, *roots: Root) -> None:
             raise InputError(f"{url} already holds a proof: give another --root, or remove that one")
 
 
-def start(order: ProofOrder, root: Root, folder: FaultFolder) -> subprocess.Popen[bytes]:
-    """Start a process that drives the run in a root, with the faults of a folder."""
+def start(
+    order: ProofOrder, root: Root, folder: FaultFolder, program: Sequence[str] = ("flows",)
+) -> subprocess.Popen[bytes]:
+    """Start a process that drives the run in a root, with the faults of a folder; `program` is a module that takes the
+    words of `ratchet`, and its first words."""
     asked = [f"--iterations={order.config.run.iterations}", *(f"--set={setting}" for setting in order.settings)]
     command = ["run", order.path, f"--root={root.url}", f"--run={RUN}", "--json", *asked]
-    line, environment = [sys.executable, "-m", "flows", *command], with_faults(folder.path)
+    line, environment = [sys.executable, "-m", *program, *command], with_faults(folder.path)
     return subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
 
 

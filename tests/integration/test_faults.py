@@ -121,7 +121,7 @@ def test_with_a_planted_bit_the_verdict_is_a_failure_that_names_it(proof: Proof,
 @pytest.mark.full
 def test_killed_at_random_moments_it_comes_to_the_same_with_updates_in_flight(home: Path, tmp_path: Path):
     fuzz = [sys.executable, "-m", "infra.fuzz_stack", str(IN_FLIGHT), "--root", str(tmp_path)]
-    words = ["--iterations", "4", "--kills", "3", "--seed", "5"]
+    words = ["--iterations", "4", "--kills", "3", "--seed", "5", "--open", "1", "--within", "3"]
     environment = {**os.environ, "PREFECT_HOME": str(home)}
     done = subprocess.run([*fuzz, *words], cwd=PROJECT, env=environment, text=True, capture_output=True, timeout=1700)
     assert done.returncode == 0, done.stderr + done.stdout

@@ -8,13 +8,13 @@ import pytest
 from flows.cli.app import execute
 from flows.driving import ask_again
 from infra.fuzz import draws, in_flight
+from infra.fuzz_asked import noting
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.manifest import need
 from storage.parts import read_parts, read_table
 from storage.revisions import read_revisions
 from storage.schema import ROLLOUT
-from storage.unfinished import find_increments
 from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.config.stored import stored_config
@@ -110,15 +110,11 @@ def test_a_response_that_goes_on_keeps_its_tokens_and_their_log_probabilities(ca
     assert went_on
 
 
-def noting(root, asked):
-    """Engines that note batches with fewer tokens than are stored of them, or that are stored completely."""
+def asking(root, asked):
+    """Engines that note what they are asked for."""
 
     class Noting(SmallEngine):
-        def enqueue(self, number, prompts, seeds, sampling, begun=(), every=None, name=""):
-            stored = sum(sum(one.lengths) for one in find_increments(root, name))
-            first = sum(len(one.tokens) for one in begun)
-            asked.append((name, first, stored, root.exists(name)))
-            super().enqueue(number, prompts, seeds, sampling, begun, every, name)
+        enqueue = noting(root, asked.append, SmallEngine.enqueue)
 
     return lambda given: WorkersHere(given, Noting)
 
@@ -126,13 +122,13 @@ def noting(root, asked):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
 def test_a_run_that_is_killed_anywhere_ends_in_the_same_bits(calm, tmp_path, seed):
     root, asked = open_root(str(tmp_path / "root")), []
-    killed = reach(root, config(), tmp_path / "processes", random.Random(seed), noting(root, asked), 24)
+    killed = reach(root, config(), tmp_path / "processes", random.Random(seed), asking(root, asked), 24)
     assert killed >= 20
     assert digests(root, ITERATIONS) == digests(calm, ITERATIONS)
     assert draws(root) == draws(calm)
     assert verify(root, RUN).sound
-    assert any(stored for _, _, stored, _ in asked)
-    assert not [one for one in asked if one[1] < one[2] or one[3]]
+    assert any(one.stored for one in asked)
+    assert not [one for one in asked if one.again]
 
 
 OTHERWISE = {
