@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from storage import layout
-from storage.errors import DigestMismatch
+from storage.errors import DigestMismatch, WrongRecord
 from storage.parts import PartWriter
 from storage.unfinished import (
     Grown,
@@ -71,6 +71,20 @@ def test_an_increment_of_another_process_is_kept(any_root):
     assert keep_increment(any_root, piece, 0, theirs) == 1  # its own write, whose answer was lost
     assert keep_increment(any_root, piece, 0, ours) == 2
     assert find_increments(any_root, piece) == [theirs, ours]
+
+
+@pytest.mark.parametrize("harm", ["flipped", "copied"])
+def test_an_increment_with_other_tokens_is_refused_and_not_taken_for_the_end(root, harm):
+    piece, other = (layout.piece_key("run", 1, Stage.ROLLOUT, 0, name) for name in ("a", "b"))
+    for number in range(3):
+        keep_increment(root, piece, number, IncrementRecord.of([grown(number, first=number)], 4))
+    keep_increment(root, other, 0, IncrementRecord.of([grown(9, first=1)], 4))
+    key, source = layout.increment_key(piece, 1), layout.increment_key(other, 0)
+    flipped = root.read_bytes(key).replace(b'"tokens": "AQ', b'"tokens": "Ag')
+    assert flipped != root.read_bytes(key)
+    root.replace(key, flipped if harm == "flipped" else root.read_bytes(source))
+    with pytest.raises(DigestMismatch if harm == "flipped" else WrongRecord, match=key):
+        find_increments(root, piece)
 
 
 def test_the_key_of_an_increment_names_its_piece():
