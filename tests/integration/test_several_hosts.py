@@ -1,4 +1,4 @@
-"""The real loop over hosts that share an S3 server and nothing else: one dies and another joins, and one is cut off.
+"""The real loop over hosts that share only an S3 server: one dies and another joins, one or all are cut off.
 
 The tests share hosts, and the run that nothing disturbs; each leaves four hosts in the cluster.
 """
@@ -169,5 +169,25 @@ def test_a_run_over_hosts_goes_on_to_the_same_bits_when_one_is_cut_off_for_a_min
     if not kept:
         lost.kill()  # what looks after the host begins its part of Ray again
         site.spare.reverse()
+        site.join()
+    site.ends_like(whole[0], root, flow, log)
+
+
+def test_a_run_over_hosts_goes_on_to_the_same_bits_when_all_are_cut_off_from_the_first_for_a_minute(
+    site, whole, tmp_path
+):
+    log, root = tmp_path / "log", "s3://runs/alone"
+    flow = site.trained(root, log)
+    site.head.cut()
+    time.sleep(60)
+    site.head.cut(down=False)
+    end = time.monotonic() + 120
+    while any(host.named("raylet", "ray::") for host in site.joined) and time.monotonic() < end:
+        time.sleep(1)
+    for host in [one for one in site.joined if not one.named("raylet", "ray::")]:
+        host.kill()  # what looks after a host begins its part of Ray again
+        site.joined.remove(host)
+        site.spare.append(host)
+    while len(site.joined) < 4:
         site.join()
     site.ends_like(whole[0], root, flow, log)
