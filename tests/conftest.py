@@ -3,8 +3,9 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -95,6 +96,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     config.option.loadscopereorder = False  # in the order of `pytest_collection_modifyitems`, not by size
     return Groups(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    from tests.forked_workers import fork
+
+    fork(specs, [Path(argument.partition("::")[0]) for argument in config.args])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -91,7 +91,10 @@ class Measures:
 
     def pytest_sessionstart(self) -> None:
         self._clock, self._processor = time.monotonic(), _processor_seconds()
-        self._starts.begin()
+
+    @pytest.hookimpl(tryfirst=True)  # before xdist says that there is nothing to collect
+    def pytest_collection(self) -> None:
+        self._starts.begin()  # a thread: the processes of xdist are forked by now
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid.partition("::")[0]] += report.duration
