@@ -144,9 +144,14 @@ class Observer:
         return self._parts % PIECES == 1
 
     def _kill(self, point: Point, key: str) -> None:
-        faults, processes = self._plan.faults, {**self._fleet.processes(), **host_processes()}
+        faults, processes = self._plan.faults, dict[str, int]()
         before = faults.delivered()
-        faults.observe(point, key, lambda: processes)
+
+        def found() -> dict[str, int]:  # only to kill one of them: it reads of every process of the machine
+            processes.update({**self._fleet.processes(), **host_processes()})
+            return processes
+
+        faults.observe(point, key, found)
         for fault in faults.delivered()[len(before) :]:
             # the run continues with a dead process, not with a dying one
             for name in processes if fault.victim == NODE else (fault.victim,):
