@@ -87,7 +87,7 @@ MODELS: tuple[Mutant, ...] = (
         "no-effect-passes",
         "settings without effect pass",
         "trainer_core/effects.py",
-        "        if dict(owner)[name] != default and (why := row.without(config)) is not None:\n",
+        "        if vars(owner)[name] != default and (why := row.without(config)) is not None:\n",
         "        if (why := None) is not None:\n",
         (_POLICY, _RUN),
     ),

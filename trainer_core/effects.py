@@ -26,7 +26,7 @@ def without_effect[C: BaseModel](config: C, table: Iterable[Unused[C]], prefix: 
         if owner is None or row.setting in found:
             continue
         default = type(owner).model_fields[name].default
-        if dict(owner)[name] != default and (why := row.without(config)) is not None:
+        if vars(owner)[name] != default and (why := row.without(config)) is not None:
             found[row.setting] = no_effect(prefix + row.setting, f"with {why}", default)
     return list(found.values())
 
@@ -42,7 +42,7 @@ def _owner(config: BaseModel, path: Sequence[str]) -> tuple[BaseModel | None, st
     """The table that holds the last key of the path; None if this configuration's has no such key."""
     owner: Any = config
     for name in path[:-1]:
-        owner = dict(owner).get(name)
+        owner = vars(owner).get(name)
         if owner is None:
             return None, path[-1]
     return (owner if path[-1] in type(owner).model_fields else None), path[-1]
