@@ -20,7 +20,7 @@ WAIT_S = 120.0
 
 
 @pytest.fixture
-def make_group(cluster):
+def make_group(cluster_of_group):
     groups = []
 
     def make(factory, arguments, prefix="test", detached=False):
@@ -118,7 +118,7 @@ class ExitModule:
 
 
 @pytest.mark.slow
-def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster):
+def test_a_later_process_finds_detached_groups_in_step_only(make_group, cluster_of_group):
     group = make_group(collections.deque, [([1],), ([2],)], prefix="run-a/role/key", detached=True)
     make_group(collections.deque, [([1],)], prefix="run-b/role/key", detached=True)
     group.submit("append", 7).wait(WAIT_S)

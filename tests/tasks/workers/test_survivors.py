@@ -5,6 +5,7 @@ The ranks are small objects, so that each starts in a second.
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_a_rank_gets_a_process_that_waits_on_its_own_host():
     assert on_their_hosts(waiting, {0: "b", 1: "b", 2: "c", 3: "a"}) == {0: ("b", 1), 3: ("a", 0)}
 
 
-@pytest.mark.usefixtures("cluster")
+@pytest.mark.usefixtures("cluster_of_group")
 def test_survivors_keep_their_places_until_something_else_than_a_death_ends_them():
     first = group_of()
     before = dict(first.submit("where").wait(WAIT_S))
@@ -79,7 +80,7 @@ def test_survivors_keep_their_places_until_something_else_than_a_death_ends_them
     assert {rank for rank in after if after[rank] == before[rank]} == {0, 2}
     os.kill(after[0], signal.SIGKILL)
     while second.alive():  # Ray learns of it from the operating system, between two calls
-        pass
+        time.sleep(0.01)
     there = second.survivors()
     assert sorted(there) == [1, 2]
 
