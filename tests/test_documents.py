@@ -35,6 +35,7 @@ def site(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=PROJECT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_needs_no_network_and_is_searched_offline(tmp_path: Path):
     pytest.importorskip("sphinx")
     built = site(tmp_path)
