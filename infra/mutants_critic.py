@@ -75,10 +75,10 @@ CRITIC = (
     ),
     Mutant(
         "critic-of-several-labels",
-        "the row of a classifier is not compared with that of a value",
+        "a classifier may tell several classes apart",
         "tasks/model_checks/fitness.py",
-        "        _check_label(facts, found, str(folder))\n",
-        "        pass\n",
+        "    if labels != 1:\n",
+        "    if labels < 1:\n",
         _LOOP,
     ),
     Mutant(

@@ -57,7 +57,7 @@ def classifier_facts(folder: ModelFolder, device: Device, accept: Sequence[str])
     labels = len(facts.get("id2label") or ()) or facts.get("num_labels", 2)  # 2 is the default of transformers
     if labels != 1:
         fact = f"{folder} tells {labels} classes apart (id2label or num_labels in config.json)"
-        raise InputError(f"{fact}, and a reward is one number: choose a reward model, with one label")
+        raise InputError(f"{fact}, and a value is one number: choose a model with one label")
     return _checked(folder, {**facts, **decoder_of(facts)}, device, accept, scores=True)
 
 
@@ -153,11 +153,11 @@ def check_weights(folder: ModelFolder, facts: Mapping[str, Any], scores: bool = 
 def _check_score(facts: Mapping[str, Any], found: Mapping[str, Shape], where: str) -> None:
     if (shape := found.get(_SCORE)) != (1, facts["hidden_size"]):
         there = "lack it" if shape is None else f"have it with the shape {list(shape)}"
-        fact = f"{where}: a reward model has {_SCORE} of the shape [1, {facts['hidden_size']}], and the weights {there}"
+        fact = f"{where}: a value takes {_SCORE} of the shape [1, {facts['hidden_size']}], and the weights {there}"
         raise InputError(f"{fact}: take a folder that `ratchet export` made of a reward model, or another such one")
     if _CONSTANT in found:
         fact = f"{where}: the weights hold {_CONSTANT}, which vLLM adds and transformers does not"
-        raise InputError(f"{fact}: remove it, as it moves all rewards alike")
+        raise InputError(f"{fact}: remove it, as it moves all values alike")
 
 
 def _tensors(folder: ModelFolder, name: str, size: int) -> dict[str, Shape]:
