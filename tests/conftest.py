@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.ownership.scratch import SHARED_MEMORY
 from tests.measures import Measures
 from trainer_core.collector import paused
 
@@ -62,7 +61,6 @@ SHARES = {
 OVER_ANY_BACKEND = ("tests/storage/ownership/", "tests/storage/upkeep/")
 """The quick tests run these on local files alone; tests/storage/backends covers the differences between backends."""
 BYTES_OF_A_WORKER = 4 << 30  # an engine and two ranks at once
-MEMORY_WITH_FILES = 4 * BYTES_OF_A_WORKER
 
 
 def group_of(nodeid: str) -> str:
@@ -111,16 +109,6 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> N
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Measures())
-        if _memory_holds_files():
-            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", f"{SHARED_MEMORY}")
-
-
-def _memory_holds_files() -> bool:
-    """True if temporary folders may be in memory, where a file is durable for nothing: a run of all tests has 3 GB."""
-    if not SHARED_MEMORY.is_dir() or psutil.virtual_memory().available < MEMORY_WITH_FILES:
-        return False
-    place = os.statvfs(SHARED_MEMORY)
-    return place.f_bavail * place.f_frsize > MEMORY_WITH_FILES // 2 and not place.f_flag & os.ST_NOEXEC
 
 
 @pytest.hookimpl(wrapper=True)

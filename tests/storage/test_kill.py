@@ -1,7 +1,5 @@
 """SIGKILL before every system call by which anything becomes durable or visible, on real processes and a real disk."""
 
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,13 +17,6 @@ from tests.storage.runs import age, make_run
 from tests.storage.worker import ITERATIONS, PIECES, STAGES
 
 LATER = datetime.now(UTC) + timedelta(days=2)
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """A folder on the disk, also where those of other tests are in memory: there the number of calls varies."""
-    with tempfile.TemporaryDirectory() as folder:
-        yield Path(folder)
 
 
 def identities(folder: Path) -> list[str]:
