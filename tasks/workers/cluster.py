@@ -128,9 +128,12 @@ class Cluster:
                     logging_level=logging.ERROR,
                     namespace=NAMESPACE,
                 )
-        except Exception as error:  # Ray raises plain ones, as when its node is not up in time
+        except BaseException as error:  # also an interrupt, which leaves Ray's agents to live on for a while
             _end(_with_descendants(_children_of_ray()))
             self._folder.close()
+            if not isinstance(error, Exception):
+                raise
+            # Ray raises plain ones, as when its node is not up in time
             raise WorkerLost(f"Ray did not start on this host: {error}") from error
         self._roots = _children_of_ray()
         self._vital = {root.name(): root for root in self._roots if root.name() in _VITAL}
