@@ -61,8 +61,8 @@ CRITIC = (
         "critic-without-its-row",
         "a critic that begins with a classifier has a value of 0 everywhere",
         "trainer_core/model/values.py",
-        "tensor.copy_(given[name] if name in there else torch.zeros_like(tensor))",
-        "tensor.zero_()",
+        "self.weight.copy_(given[_SCORE])",
+        "self.weight.zero_()",
         ("tests/trainer_core/phases/test_critic_source.py",),
     ),
     Mutant(

@@ -124,7 +124,7 @@ JUDGE = (
         "reward-model-of-other-tokens",
         "the tokens of a reward model are not compared with the policy's",
         "tasks/model_checks/judge.py",
-        '        check_tokens(folder, tokens(), "reward model")\n',
+        '        check_tokens(folder, facts, own, tokens(), "reward model")\n',
         "",
         _VALUES,
     ),

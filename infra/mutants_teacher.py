@@ -83,7 +83,7 @@ TEACHER = (
         "teacher-of-another-tokenizer",
         "the tokens of a teacher are not compared with the model's",
         "tasks/model_checks/objective.py",
-        "    check_tokens(folder, tokens(), kind)\n",
+        "    check_tokens(folder, facts, own, tokens(), kind)\n",
         "",
         _LOOP,
     ),

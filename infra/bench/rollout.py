@@ -109,32 +109,28 @@ class Compared(BaseModel):
     """Largest minus smallest of these ratios."""
 
 
-class IncrementsBench(BaseModel):
-    """Cost of increments, of one model; fields as those of `RolloutBench`."""
+class InTurns(BaseModel):
+    """Two ways to sample, of one model; fields as those of `RolloutBench`."""
 
     device: str
     case: CaseName
     samples: int
     tokens: int
     pairs: int
+    runner: Runner
+    equal: Compared
+    mixed: Compared
+
+
+class Fp8Bench(InTurns):
+    """An FP8 engine against one in bf16, on one card."""
+
+
+class IncrementsBench(InTurns):
+    """Cost of increments."""
+
     every: int
     """Tokens after which a response is stored again."""
-    runner: Runner
-    equal: Compared
-    mixed: Compared
-
-
-class Fp8Bench(BaseModel):
-    """An FP8 engine against one in bf16, of one model on one card; fields as those of `RolloutBench`."""
-
-    device: str
-    case: CaseName
-    samples: int
-    tokens: int
-    pairs: int
-    runner: Runner
-    equal: Compared
-    mixed: Compared
 
 
 Side = Callable[[Requests], Took]

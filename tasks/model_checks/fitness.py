@@ -12,14 +12,7 @@ from tasks.data.hub import INDEX
 from tasks.data.models import ModelFolder, open_model
 from tasks.model_checks import architectures
 from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of
-from trainer_core.config import (
-    Device,
-    TrainerConfig,
-    check_context,
-    check_layout,
-    decoder_of,
-    experts_of,
-)
+from trainer_core.config import Device, TrainerConfig, check_context, check_layout, decoder_of, experts_of
 from trainer_core.effects import Unused, without_effect
 from trainer_core.lora import LIVE_RANKS, LoraConfig, check_targets
 from trainer_core.platform import te_absent

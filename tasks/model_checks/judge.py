@@ -8,11 +8,11 @@ from tasks.config.model import JUDGE_KEY, judge_section
 from tasks.config.run import RunConfig
 from tasks.data.backends import Backend
 from tasks.data.hub import TEXT_FILES
-from tasks.data.models import ModelFolder, count_parameters, open_model
+from tasks.data.models import ModelFolder, open_model
 from tasks.data.tokenizer import TextCodec
 from tasks.model_checks import architectures
 from tasks.model_checks.fitness import Facts, classifier_facts, folder_facts
-from tasks.model_checks.objective import check_tokens
+from tasks.model_checks.objective import check_tokens, parameters_of
 from trainer_core.config import Device, is_classifier
 
 
@@ -31,8 +31,8 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
         fact = f"{folder} has a context of {context} tokens, but engines.judge.max_model_len is {longest}"
         raise InputError(f"{fact}: lower it, or choose another model")
     if scores:
-        _check_reward_model(config, own, facts, folder)
-        check_tokens(folder, tokens(), "reward model")
+        _check_reach(config, longest)
+        check_tokens(folder, facts, own, tokens(), "reward model")
     elif not _codec(folder).has_template:
         fact = f"the tokenizer of {folder} has no chat template, and a judge is asked by messages"
         raise InputError(f"{fact}: choose a chat model")
@@ -47,20 +47,13 @@ def judge_facts(config: RunConfig) -> Facts | None:
 
 def judge_parameters(config: RunConfig) -> int:
     """The number of a judge's weights; 0 without one. Raises InputError: its files cannot be listed."""
-    if (section := judge_section(config.model, config.engines)) is None:
-        return 0
-    return count_parameters(section, open_model(section, JUDGE_KEY).document("config.json"))
+    return parameters_of(judge_section(config.model, config.engines), JUDGE_KEY)
 
 
-def _check_reward_model(config: RunConfig, own: Facts, facts: Facts, folder: ModelFolder) -> None:
-    assert config.engines is not None
-    longest, sampled = config.engines.judge.max_model_len, config.engine.max_model_len
-    if config.retrain is None and longest < sampled:
+def _check_reach(config: RunConfig, longest: int) -> None:
+    if config.retrain is None and longest < (sampled := config.engine.max_model_len):
         fact = f"engine.max_model_len = {sampled} lets samples grow beyond engines.judge.max_model_len = {longest}"
         raise InputError(f"{fact}, and the reward model has no score for these: raise it to {sampled}")
-    if facts["vocab_size"] < own["vocab_size"]:
-        fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
-        raise InputError(f"{fact}: choose a reward model with as many")
 
 
 def _codec(folder: ModelFolder) -> TextCodec:

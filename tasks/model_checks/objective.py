@@ -94,36 +94,39 @@ def _check_beside(
     if context < longest:
         fact = f"{folder} has a context of {context} tokens, but train.max_length is {longest}"
         raise InputError(f"{fact}: lower it, or choose another {kind}")
-    if facts["vocab_size"] < own["vocab_size"]:
-        fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
-        raise InputError(f"{fact}: choose a {kind} with as many")
-    check_tokens(folder, tokens(), kind)
+    check_tokens(folder, facts, own, tokens(), kind)
 
 
 def teacher_parameters(config: RunConfig) -> int:
     """The number of a teacher's weights; 0 without a teacher. Raises InputError: its files cannot be listed."""
-    if (section := teacher_section(config.model, config.train.policy.distill)) is None:
-        return 0
-    return count_parameters(section, open_model(section, TEACHER_KEY).document("config.json"))
+    return parameters_of(teacher_section(config.model, config.train.policy.distill), TEACHER_KEY)
 
 
 def critic_parameters(config: RunConfig) -> int:
     """The number of weights of a critic that begins with a model of its own; 0 if it begins with the policy. Raises
     InputError: its files cannot be listed."""
-    if (section := critic_section(config.model, config.train.critic)) is None:
-        return 0
-    return count_parameters(section, open_model(section, CRITIC_KEY).document("config.json"))
+    return parameters_of(critic_section(config.model, config.train.critic), CRITIC_KEY)
 
 
-def check_tokens(folder: ModelFolder, tokens: Backend, kind: str) -> None:
-    """Refuse a model of this `kind` that reads other tokens than the model's. Raises InputError, with the first one."""
+def parameters_of(section: ModelSection | None, key: str) -> int:
+    """The number of weights of such a model, which the setting `key` names; 0 without one. Raises InputError: its files
+    cannot be listed."""
+    return 0 if section is None else count_parameters(section, open_model(section, key).document("config.json"))
+
+
+def check_tokens(folder: ModelFolder, facts: Facts, own: Facts, tokens: Backend, kind: str) -> None:
+    """Refuse a model of this `kind` that has fewer tokens than the model with the config.json `own`, or reads others.
+    Raises InputError, with the first one."""
+    if facts["vocab_size"] < own["vocab_size"]:
+        fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
+        raise InputError(f"{fact}: choose a {kind} with as many")
     with scratch() as directory:
         for name in set(folder.files()) & set(TEXT_FILES):
             folder.fetch(name, directory / name)
         theirs = read_backend(directory)
     for token in range(max(tokens.size, theirs.size)):
-        if (own := tokens.token_text(token)) != (other := theirs.token_text(token)):
+        if (known := tokens.token_text(token)) != (other := theirs.token_text(token)):
             raise InputError(
-                f"{folder} has another tokenizer than the model: token {token} is {own!r} for the model, and {other!r} "
-                f"for the {kind}, which would read other texts. Choose a {kind} with the model's tokenizer"
+                f"{folder} has another tokenizer than the model: token {token} is {known!r} for the model, and "
+                f"{other!r} for the {kind}, which would read other texts. Choose a {kind} with the model's tokenizer"
             )

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
 
+_SCORE = "score.weight"
+
 
 class ValueHead(torch.nn.Linear):
     """Output layer of a critic, whole on each rank of the last pipeline stage: a number for each position, in fp32."""
@@ -17,11 +19,13 @@ class ValueHead(torch.nn.Linear):
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()), None
 
     def begin(self, given: Any) -> None:
-        """Take the row of a sequence classifier, whose tensors are `given` by name, and 0 for what it does not have."""
-        there = given.source.get_all_keys()
+        """Take the row of a sequence classifier, whose tensors are `given` by name, or else 0; and no constant."""
         with torch.no_grad():
-            for name, tensor in (("score.weight", self.weight), ("score.bias", self.bias)):
-                tensor.copy_(given[name] if name in there else torch.zeros_like(tensor))
+            self.bias.zero_()
+            if _SCORE in given.source.get_all_keys():
+                self.weight.copy_(given[_SCORE])
+            else:
+                self.weight.zero_()
 
 
 def end_with_values(modules: Sequence[Any], hidden_size: int) -> None:
