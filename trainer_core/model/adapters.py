@@ -24,7 +24,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from storage.digest import value_digest
 from storage.errors import InputError
 from trainer_core.lora import LoraConfig, factor_name, is_target
-from trainer_core.model.parts import named_parts
 
 _Split = Literal["column", "row", "replicated"]
 _DIRECT = (maps.AutoMapping, maps.ColumnParallelMapping, maps.RowParallelMapping, maps.ReplicatedMapping)
@@ -210,7 +209,7 @@ def _linears(
     of its weight."""
     chunks: Any = unwrap_model(list(modules))  # pyright: ignore[reportArgumentType]
     for stage, chunk in enumerate(chunks):
-        for path, parent in named_parts(chunk):
+        for path, parent in chunk.named_modules():
             for name, linear in parent._modules.items():
                 weight = linear._parameters.get("weight") if linear is not None and ".layers." in path else None
                 if weight is not None and weight.ndim == 2:

@@ -36,7 +36,6 @@ from trainer_core.model.adapters import Adapters, adapt
 from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
 from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
-from trainer_core.model.parts import walk
 from trainer_core.model.routers import Balance, Replay, prepare_routers
 from trainer_core.model.settings import buffer_settings, dtype_of, model_settings, provider_settings, uses_graphs
 from trainer_core.model.values import end_with_values, heads_aside
@@ -107,7 +106,7 @@ class Model:
         for chunk in overlapped:
             chunk.disable_forward_pre_hook(param_sync=True)
         if self.dtype != torch.float32 and self.config.num_moe_experts:
-            for part in (part for module in self.modules for part in walk(module)):
+            for part in (part for chunk in self.modules for part in chunk.modules()):
                 if isinstance(part, TopKRouter):
                     part._maintain_float32_expert_bias()
         before = self._versions()
@@ -183,7 +182,7 @@ class Model:
         own = [
             tensor
             for module in self.modules
-            for part in walk(module)
+            for part in module.modules()
             for held in (part._parameters, part._buffers)
             if held
             for tensor in held.values()

@@ -20,7 +20,6 @@ from megatron.bridge.models.conversion.utils import unwrap_model
 from storage.errors import SyncMismatch
 from trainer_core.model.adapters import Adapter, Adapters, Factor
 from trainer_core.model.model import Model
-from trainer_core.model.parts import named_parts
 from trainer_core.weights.exchange import Shards, group_of
 from trainer_core.weights.mappings import Known, Names, Settings, absent, is_known, names_of, replaced
 from trainer_core.weights.packing import Packing
@@ -228,7 +227,7 @@ def _named(model: Model) -> Iterator[tuple[int, str, torch.nn.Module, str]]:
     """Every parameter and persistent buffer of this rank: chunk, name in it, the module that owns it, name there."""
     seen: set[int] = set()
     for stage, chunk in enumerate(unwrap_model(list(model.chunks))):
-        for path, module in named_parts(chunk):
+        for path, module in chunk.named_modules():
             if isinstance(module, Adapter):
                 continue
             passing = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]

@@ -26,7 +26,6 @@ from tasks.engine.vllm.landing import (
     named_layers,
     own_parameters,
 )
-from trainer_core.model.parts import walk
 from trainer_core.weights.digest import PreparedDigests, tensor_digests
 
 _WORD = 8  # bytes
@@ -186,7 +185,7 @@ def addresses(model: torch.nn.Module) -> dict[tuple[int, str], int]:
     """Address of each parameter, by the identity of its layer and its name there."""
     return {
         (id(layer), name): tensor.data_ptr()
-        for layer in walk(model)
+        for layer in model.modules()
         for name, tensor in layer._parameters.items()
         if tensor is not None
     }
