@@ -10,10 +10,9 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -160,15 +159,13 @@ class Root:
 
     def uploads(self, prefix: str) -> list[Upload]:
         """Multipart uploads below `prefix` that were neither finished nor aborted, sorted by key. None, with a warning,
-        if the store does not list them, which takes a permission of its own."""
-        with _explained(self, prefix):
-            try:
+        if the store does not list them: not every store does, and it takes a permission of its own."""
+        try:
+            with _explained(self, prefix):
                 return sorted(self._retried(lambda: list(self.backend.uploads(prefix))))
-            except OSError as error:
-                if error.errno != errno.ENOSYS and not isinstance(error, PermissionError):
-                    raise
-                logger.warning("%s does not list unfinished multipart uploads: %s", self.url, error)
-                return []
+        except StorageUnavailable as error:
+            logger.warning("%s does not list unfinished multipart uploads: %s", self.url, error)
+            return []
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Drop what a multipart upload has stored; it may already be finished or gone."""
@@ -321,9 +318,8 @@ def _found(scheme: str, url: str) -> Any:
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise InputError(f"storage root {url!r}: there is no file {place}. {_GIVE}")
-        spec = spec_from_loader(f"ratchet_store_{Path(place).stem}", SourceFileLoader(Path(place).stem, place))
-        assert spec is not None
-        module = module_from_spec(spec)
+        module = ModuleType(f"ratchet_store_{Path(place).stem}")
+        module.__file__ = place
         exec(compile(Path(place).read_bytes(), place, "exec"), vars(module))
         if name not in vars(module):
             raise InputError(f"storage root {url!r}: {place} has no {name!r}. {_GIVE}")

@@ -17,9 +17,9 @@ from itertools import batched, groupby
 from pydantic import BaseModel, computed_field
 
 from storage import layout, records
-from storage.backends.backend import Stored, Upload
+from storage.backends.backend import Stored
 from storage.backends.root import Root
-from storage.errors import StorageError, StorageUnavailable
+from storage.errors import StorageError
 from storage.ids import Workflow
 from storage.manifest import Fence, find
 from storage.revisions import FIRST, Revisions, read_revisions
@@ -317,20 +317,12 @@ def _records(old: Iterable[Stored], there: Iterable[Stored], stored: Contents) -
 
 
 def _uploaded(root: Root, run: str, old: datetime) -> Iterator[Garbage]:
-    for one in _uploads(root, run):
+    for one in root.uploads(run):
         if one.started < old:
             yield Garbage(key=one.key, bytes=0, reason="an upload that a crash ended", upload=one.id)
 
 
 def abort_uploads(root: Root, run: str) -> None:
     """Drop every upload of a run that was not finished."""
-    for one in _uploads(root, run):
+    for one in root.uploads(run):
         root.abort_upload(one.key, one.id)
-
-
-def _uploads(root: Root, run: str) -> list[Upload]:
-    try:
-        return root.uploads(run)
-    except StorageUnavailable as error:  # not every store lists them, and not every user may
-        logger.warning("unfinished uploads cannot be listed and are not cleaned up: %s", error)
-        return []
