@@ -16,12 +16,14 @@ from tasks.workers.placement import Placement
 from tasks.workers.trainers import TrainerGroup
 from tests.small.workers import SmallEngine, SmallTrainer
 
+_THREADS = ThreadPoolExecutor(256)  # more than calls are ever under way; a run makes hundreds, most of them short
+
 
 class UnderWay:
     """A call in a thread of its own, as it has a process of its own elsewhere: the caller may do other things."""
 
     def __init__(self, call: Callable[[], list[Any]]) -> None:
-        self._answer = ThreadPoolExecutor(1).submit(call)
+        self._answer = _THREADS.submit(call)
 
     def wait(self, deadline_s: float) -> list[Any]:
         return self._answer.result(deadline_s)
