@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
 from pydantic import JsonValue
@@ -14,7 +14,9 @@ from pydantic import JsonValue
 from storage.errors import InputError
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.credentials import MASK, forms_of, has_credentials, is_secret, referenced, secret_texts, shown_text
-from trainer_core.config import Device
+
+if TYPE_CHECKING:
+    from trainer_core.config import Device  # a host of environments would wait for it
 
 _OFFLINE_AND_SILENT = {
     "HF_HUB_OFFLINE": "1",  # models are directories; a hub is never contacted
@@ -112,7 +114,7 @@ class Settings:
         """True if everything runs on this host, under our own Ray."""
         return self.ray_address is None
 
-    def device(self, kind: Device | Literal["auto"]) -> Device:
+    def device(self, kind: "Device | Literal['auto']") -> "Device":
         """Device to compute on; `auto` is CUDA if a card is visible. Raises InputError: none is, for CUDA; or for
         `auto` on a cluster, whose hosts may have some."""
         if kind == "auto" and not (self.gpus or self.local):
@@ -186,7 +188,7 @@ def chooses_ray_authentication() -> bool:
     return "RAY_AUTH_MODE" in os.environ
 
 
-def engine_environment(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
+def engine_environment(device: "Device", gpus: tuple[str, ...], local: bool) -> dict[str, str]:
     """Variables that an engine's process needs beyond those it inherits; `gpus` are the only cards it sees."""
     specific = _ENGINE_ON_CPU if device == "cpu" else {}
     # all processes of an engine are on one host
@@ -221,7 +223,7 @@ def engine_meeting_place() -> Path:
 
 
 def trainer_environment(
-    device: Device, gpus: tuple[str, ...], local: bool, deterministic: bool = False
+    device: "Device", gpus: tuple[str, ...], local: bool, deterministic: bool = False
 ) -> dict[str, str]:
     """Variables that a trainer rank's process needs beyond the environment it inherits."""
     specific = _trainer_on_cuda(max(1, len(gpus)), deterministic) if device == "cuda" else {}
@@ -291,12 +293,12 @@ def _trainer_on_cuda(ranks: int, deterministic: bool) -> dict[str, str]:
     }
 
 
-def _compute_environment(device: Device, local: bool) -> dict[str, str]:
+def _compute_environment(device: "Device", local: bool) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if device == "cpu" else {}
     return {**_OFFLINE_AND_SILENT, **(_LOOPBACK if local else {}), **threads, "PYTHONPATH": _python_path()}
 
 
-def _cards(device: Device, gpus: tuple[str, ...], local: bool) -> dict[str, str]:
+def _cards(device: "Device", gpus: tuple[str, ...], local: bool) -> dict[str, str]:
     if device == "cuda" and not local:
         return {}  # Ray says which
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus) if device == "cuda" else ""}
