@@ -15,11 +15,7 @@ _WITH_FP8 = (8, 9)  # Ada; Hopper is 9.0
 def can_read(pairs: tuple[tuple[int, int], ...]) -> bool | None:
     """True if in each pair the first card can read the memory of the second; None if there is no driver to ask. A card
     is named by its place among those that this process sees."""
-    try:
-        driver = ctypes.CDLL(_DRIVER)
-    except OSError:
-        return None
-    return asked(driver, pairs)
+    return _of_driver(asked, pairs)
 
 
 def asked(driver: Any, pairs: Sequence[tuple[int, int]]) -> bool | None:
@@ -32,10 +28,7 @@ def asked(driver: Any, pairs: Sequence[tuple[int, int]]) -> bool | None:
 @lru_cache
 def card_bytes(cards: int) -> int | None:
     """Memory of the smallest of the first `cards` visible cards; None if there is no driver to ask."""
-    try:
-        return least(ctypes.CDLL(_DRIVER), cards)
-    except OSError:
-        return None
+    return _of_driver(least, cards)
 
 
 def least(driver: Any, cards: int) -> int | None:
@@ -50,10 +43,7 @@ def least(driver: Any, cards: int) -> int | None:
 @lru_cache
 def have_fp8(cards: int) -> bool | None:
     """True if each of the first `cards` visible cards has FP8 units; None if there is no driver to ask."""
-    try:
-        return all_have_fp8(ctypes.CDLL(_DRIVER), cards)
-    except OSError:
-        return None
+    return _of_driver(all_have_fp8, cards)
 
 
 def all_have_fp8(driver: Any, cards: int) -> bool | None:
@@ -61,6 +51,13 @@ def all_have_fp8(driver: Any, cards: int) -> bool | None:
     if driver.cuInit(0):
         return None
     return all(_capability(driver, _device(driver, card)) >= _WITH_FP8 for card in range(cards))
+
+
+def _of_driver[Cards, Answer](ask: Callable[[Any, Cards], Answer | None], cards: Cards) -> Answer | None:
+    try:
+        return ask(ctypes.CDLL(_DRIVER), cards)
+    except OSError:
+        return None
 
 
 def _capability(driver: Any, device: ctypes.c_int) -> tuple[int, ...]:
