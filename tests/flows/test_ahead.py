@@ -1,6 +1,8 @@
 """Rollouts beside a training: the setting is part of the run's meaning; reruns and forks keep the order of draws."""
 
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from tasks.forking import make_fork
 from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import PROMPTS, small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.stored import copied
 
 
 @pytest.fixture
@@ -30,6 +33,20 @@ def drive(root: Root, tmp_path: Path, *settings: str, run: str = RUN, **more):
     process = driver(root, small_config(["run.iterations=3", *settings]), tmp_path / "scratch", run=run, **more)
     process.drive()
     return process.done
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Callable[..., Root]:
+    """A run with these settings, driven once; only copies of it are changed."""
+
+    @functools.cache
+    def made(*settings: str) -> Root:
+        folder = tmp_path_factory.mktemp("finished")
+        root = open_root(str(folder / "runs"))
+        drive(root, folder, *settings)
+        return root
+
+    return made
 
 
 def rollouts(root: Root, run: str = RUN):
@@ -87,7 +104,7 @@ def within(seconds: float, true) -> bool:
 
 @pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0), (1, 2)])
 def test_the_setting_changes_between_a_kill_and_the_next_start_only_before_the_first_rollout_begins(
-    root, tmp_path, first, then
+    root, tmp_path, finished, first, then
 ):
     before, after = f"rollout.ahead={first}", f"rollout.ahead={then}"
     with pytest.raises(Killed):
@@ -98,16 +115,14 @@ def test_the_setting_changes_between_a_kill_and_the_next_start_only_before_the_f
     with pytest.raises(InputError, match=f"rollout.ahead: the run was started with {then}, but is now given {first}"):
         check_record(root, RUN, small_config(["run.iterations=3", before]))
     drive(root, tmp_path, after)
-    whole = open_root(str(tmp_path / "whole"))
-    drive(whole, tmp_path, after)
     assert [[part.digest for part in one.parts] for one in rollouts(root)] == [
-        [part.digest for part in one.parts] for one in rollouts(whole)
+        [part.digest for part in one.parts] for one in rollouts(finished(after))
     ]
 
 
 @pytest.mark.parametrize(("ahead", "expected"), [(0, [0, 0, 2]), (1, [0, 0, 1]), (2, [0, 0, 0])])
-def test_a_fork_goes_on_with_another_number_of_rollouts_ahead(root, tmp_path, ahead, expected):
-    drive(root, tmp_path, "rollout.ahead=1")
+def test_a_fork_goes_on_with_another_number_of_rollouts_ahead(finished, tmp_path, ahead, expected):
+    root = copied(finished("rollout.ahead=1"), tmp_path / "runs")
     setting = f"rollout.ahead={ahead}"
     make_fork(root, RUN, 2, "fork", [setting])
     drive(root, tmp_path, setting, run="fork")
@@ -116,8 +131,8 @@ def test_a_fork_goes_on_with_another_number_of_rollouts_ahead(root, tmp_path, ah
 
 
 @pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.TRAIN])
-def test_what_is_done_again_ends_as_it_was(root, tmp_path, stage):
-    drive(root, tmp_path, "rollout.ahead=1")
+def test_what_is_done_again_ends_as_it_was(finished, tmp_path, stage):
+    root = copied(finished("rollout.ahead=1"), tmp_path / "runs")
     before = [one.digest for one in rollouts(root)]
     rerun(root, RUN, Wanted(2, stage, "to see", "tests"))
     drive(root, tmp_path, "rollout.ahead=1")
@@ -126,8 +141,8 @@ def test_what_is_done_again_ends_as_it_was(root, tmp_path, stage):
 
 
 @pytest.mark.parametrize(("stage", "iteration"), [(Stage.ROLLOUT, 3), (Stage.TRAIN, 2)])
-def test_what_needs_a_state_that_is_not_kept_is_not_begun_again(root, tmp_path, stage, iteration):
-    drive(root, tmp_path, "rollout.ahead=1", "storage.keep_newest=1")
+def test_what_needs_a_state_that_is_not_kept_is_not_begun_again(finished, stage, iteration):
+    root = finished("rollout.ahead=1", "storage.keep_newest=1")
     with pytest.raises(InputError, match="needs the train state of iteration 1 of run 'small', which retention has"):
         rerun(root, RUN, Wanted(iteration, stage, "to see", "tests", ahead=1))
 
@@ -142,7 +157,7 @@ def test_a_head_whose_next_rollouts_need_a_state_that_is_not_kept_is_not_chosen(
         choose(root, WORKFLOW, RUN, 0, "in turns only the newest is needed", "tests", lease)
 
 
-def test_a_fork_whose_rollouts_need_a_state_that_is_not_kept_is_not_begun(root, tmp_path):
-    drive(root, tmp_path, "rollout.ahead=1", "storage.keep_newest=1")
+def test_a_fork_whose_rollouts_need_a_state_that_is_not_kept_is_not_begun(finished):
+    root = finished("rollout.ahead=1", "storage.keep_newest=1")
     with pytest.raises(InputError, match="the train state of iteration 1 of run 'small' is not kept"):
         make_fork(root, RUN, 3, "fork", ["rollout.ahead=2"])

@@ -21,6 +21,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere
+from tests.small.stored import copied
 from tests.small.workers import SmallTrainer
 
 LAST = 7
@@ -54,27 +55,44 @@ def tables(root: Root, run: str = RUN) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def each(tmp_path_factory) -> dict[int, list[str]]:
-    """Digests of all states of runs that store each, by `rollout.ahead`."""
-    found = {}
+def each(tmp_path_factory) -> list[Root]:
+    """Runs that store each state, by `rollout.ahead`."""
+    found = []
     for ahead in (0, 1):
         folder = tmp_path_factory.mktemp("each")
-        root = open_root(str(folder / "runs"))
-        drive(root, folder, f"rollout.ahead={ahead}")
-        found[ahead] = digests(root)
+        found.append(open_root(str(folder / "runs")))
+        drive(found[-1], folder, f"rollout.ahead={ahead}")
     return found
 
 
 @pytest.fixture
 def expected(each) -> list[str]:
-    return each[0]
+    return digests(each[0])
 
 
-def test_a_third_of_the_states_and_the_last_are_stored(root, tmp_path, expected):
-    drive(root, tmp_path, THIRD)
-    assert stored(root) == [0, 3, 6, 7]
-    assert digests(root) == expected
-    assert verify(root, RUN).sound
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Root:
+    """A run that stores a third of its states; only copies of it are changed."""
+    folder = tmp_path_factory.mktemp("third")
+    root = open_root(str(folder / "runs"))
+    drive(root, folder, THIRD)
+    return root
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Root:
+    """The same, killed before the training of iteration 6, whose predecessor is not stored."""
+    folder = tmp_path_factory.mktemp("begun")
+    root = open_root(str(folder / "runs"))
+    with pytest.raises(Killed):
+        drive(root, folder, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
+    return root
+
+
+def test_a_third_of_the_states_and_the_last_are_stored(whole, expected):
+    assert stored(whole) == [0, 3, 6, 7]
+    assert digests(whole) == expected
+    assert verify(whole, RUN).sound
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -84,14 +102,13 @@ def test_a_killed_run_makes_the_states_again(root, tmp_path, each, stage, iterat
     with pytest.raises(Killed):
         drive(root, tmp_path, *settings, at=killing(stage, iteration, Point.STARTED))
     drive(root, tmp_path, *settings)
-    assert digests(root) == each[ahead]
+    assert digests(root) == digests(each[ahead])
     assert verify(root, RUN).sound
 
 
 @pytest.mark.parametrize("then", [1, 2])
-def test_the_setting_may_change_between_a_kill_and_the_next_start(root, tmp_path, expected, then):
-    with pytest.raises(Killed):
-        drive(root, tmp_path, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
+def test_the_setting_may_change_between_a_kill_and_the_next_start(begun, tmp_path, expected, then):
+    root = copied(begun, tmp_path / "runs")
     drive(root, tmp_path, f"storage.save_every={then}")
     assert digests(root) == expected
     assert verify(root, RUN).sound
@@ -123,16 +140,15 @@ class Unrepeatable(SmallTrainer):
         return report
 
 
-def test_a_state_that_comes_out_otherwise_is_refused(root, tmp_path):
-    with pytest.raises(Killed):
-        drive(root, tmp_path, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
+def test_a_state_that_comes_out_otherwise_is_refused(begun, tmp_path):
+    root = copied(begun, tmp_path / "runs")
     with pytest.raises(DigestMismatch, match=r"tensors differ.*`ratchet rerun small@4:train --reason TEXT`"):
         workers = WorkersHere(small_config([f"run.iterations={LAST}", THIRD]), trainer=Unrepeatable)
         drive(root, tmp_path, THIRD, workers=workers)
 
 
-def test_another_stage_again_from_a_state_that_is_not_stored(root, tmp_path, expected):
-    drive(root, tmp_path, THIRD)
+def test_another_stage_again_from_a_state_that_is_not_stored(whole, tmp_path, expected):
+    root = copied(whole, tmp_path / "runs")
     rerun(root, RUN, Wanted(6, Stage.TRAIN, "to see", "tests"))
     drive(root, tmp_path, THIRD)
     assert digests(root) == expected
@@ -140,20 +156,19 @@ def test_another_stage_again_from_a_state_that_is_not_stored(root, tmp_path, exp
         rerun(root, RUN, Wanted(5, Stage.TRAIN, "to see", "tests", settings={"train": {"micro_batch_size": 1}}))
 
 
-def test_states_of_another_revision_are_made_again_from_its_samples(root, tmp_path):
-    whole = open_root(str(tmp_path / "whole"))
-    for one, every in ((root, THIRD), (whole, "storage.save_every=1")):
-        drive(one, tmp_path, every)
+def test_states_of_another_revision_are_made_again_from_its_samples(whole, each, tmp_path):
+    root, other = copied(whole, tmp_path / "runs"), copied(each[0], tmp_path / "other")
+    for one in (root, other):
         rerun(one, RUN, Wanted(4, Stage.ROLLOUT, "other samples", "tests", new_seeds=True))
     with pytest.raises(Killed):
         drive(root, tmp_path, THIRD, at=killing(Stage.TRAIN, 6, Point.STARTED))
     drive(root, tmp_path, THIRD)
-    drive(whole, tmp_path)
-    assert digests(root) == digests(whole)
+    drive(other, tmp_path)
+    assert digests(root) == digests(other)
 
 
-def test_a_fork_and_an_export_need_a_state_that_is_stored(root, tmp_path):
-    drive(root, tmp_path, THIRD)
+def test_a_fork_and_an_export_need_a_state_that_is_stored(whole, tmp_path):
+    root = copied(whole, tmp_path / "runs")
     with pytest.raises(InputError, match=r"iteration 4 of run 'small' is not kept; those of \[0, 3, 6, 7\] are"):
         make_fork(root, RUN, 4, "fork")
     make_fork(root, RUN, 3, "fork")
