@@ -69,7 +69,7 @@ CRITIC = (
         "critic-of-a-folder-that-changes",
         "ranks read the folder that the configuration names in place of what the run has stored",
         "tasks/stages/held_state.py",
-        "    source = str(other_directory(context, prepared, CRITIC_MODEL))\n",
+        '    source = str(other_directory(context, prepared, "critic"))\n',
         "    source = config.critic.source\n",
         _LOOP,
     ),

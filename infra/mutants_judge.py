@@ -76,8 +76,8 @@ JUDGE = (
         "judge-not-stored",
         "a run does not store the model that judges",
         "tasks/stages/prepare.py",
-        "*store_judge(writer, config)",
-        "",
+        "for kind in KEYS for part in",
+        'for kind in KEYS if kind != "judge" for part in',
         _ON_ENGINE,
     ),
     Mutant(

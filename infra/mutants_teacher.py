@@ -91,8 +91,8 @@ TEACHER = (
         "teacher-may-change",
         "a run continues with another teacher than the one it has stored",
         "tasks/preflight.py",
-        "    if teacher is not None and config.retrain is None:",
-        "    if teacher is not None and config.retrain is not None:",
+        "    if config.retrain is None:  # stage",
+        "    if config.retrain is not None:  # stage",
         _LOOP,
     ),
 )

@@ -3,17 +3,17 @@
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.manifest import Manifest, find
+from storage.manifest import Manifest, Part, find
 from storage.parts import read_part, read_parts
 from storage.schema import PROMPTS
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
-from tasks.config.model import JUDGE_KEY
+from tasks.config.others import KEYS, Other
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.backends import token_bytes
@@ -25,21 +25,14 @@ from tasks.environments.checking import check_environment
 from tasks.model_checks.architectures import architecture_of
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
 from tasks.model_checks.judge import check_judge, judge_facts
-from tasks.model_checks.objective import (
-    check_critic_model,
-    check_engine,
-    check_objective,
-    check_teacher,
-    critic_parameters,
-    teacher_parameters,
-)
+from tasks.model_checks.objective import check_beside, check_engine, check_objective, check_teacher, other_parameters
 from tasks.preflight import check_continued, check_model, check_others
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward
 from tasks.rewards.scoring import own_judges
 from tasks.rewards.trying import Call, call_reward, check_golds, check_reward
 from tasks.stages.names import Stage
-from tasks.stages.prepared import CRITIC_MODEL, JUDGE_MODEL, MODEL, TEACHER_MODEL, stored_codec
+from tasks.stages.prepared import MODEL, other_parts, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes, have_fp8
 from tasks.workers.placement import placement, transport
@@ -47,7 +40,7 @@ from tasks.workers.room import check_room
 from trainer_core.config import Device, is_classifier
 from trainer_core.objectives.objective_config import check_sampling
 
-_WITH_WEIGHTS = (MODEL, TEACHER_MODEL, CRITIC_MODEL)  # models that a trainer rank may hold
+_HELD: tuple[Other, ...] = ("teacher", "critic")  # beside the trained model, by a trainer rank
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -122,13 +115,13 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
-    of_others = (teacher_parameters, critic_parameters)
-    _check_room(config, device, lambda: (count_parameters(config.model, facts), *(one(config) for one in of_others)))
+    own = functools.partial(count_parameters, config.model, facts)
+    _check_room(config, device, lambda: (own(), *(other_parameters(config, kind) for kind in _HELD)))
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
     check_teacher(config, facts, lambda: text_codec(config).backend, device)
-    check_critic_model(config, facts, lambda: text_codec(config).backend, device)
+    check_beside(config, facts, lambda: text_codec(config).backend, device, "critic")
     _check_kind(config, judge_facts(config))
     check_judge(config, facts, lambda: text_codec(config).backend, device)
     if config.scores and config.environment is None:
@@ -151,15 +144,15 @@ def check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) ->
     check_sources(config, prepared)
     facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
     _check_settings(config, facts, device := _device(config), where)
-    judge = prepared.below(JUDGE_MODEL).get("config.json")
+    judge = other_parts(prepared, "judge").get("config.json")
     _check_kind(config, None if judge is None else json.loads(read_part(root, judge)))
-    _check_room(config, device, lambda: tuple(_stored_parameters(root, prepared, of) for of in _WITH_WEIGHTS))
+    held = (prepared.below(MODEL), *(other_parts(prepared, kind) for kind in _HELD))
+    _check_room(config, device, lambda: tuple(_stored_parameters(root, parts) for parts in held))
     check_stored_prompts(config, root, prepared)
 
 
-def _stored_parameters(root: Root, prepared: Manifest, prefix: str) -> int:
-    """The number of weights of a stored model, whose parts begin with `prefix`; 0 if there is none."""
-    parts = prepared.below(prefix)
+def _stored_parameters(root: Root, parts: Mapping[str, Part]) -> int:
+    """The number of weights of a stored model; 0 if there is none."""
     weights = sum(part.bytes for name, part in parts.items() if name.endswith(".safetensors"))
     return parameters_in(weights, json.loads(read_part(root, parts["config.json"]))) if parts else 0
 
@@ -229,7 +222,7 @@ def _check_kind(config: RunConfig, judge: Facts | None) -> None:
         if (wants := find_reward(part.function, part.key).values) == is_classifier(judge):
             continue
         fact = f"{part.key} = {part.function!r} needs {'a reward model' if wants else 'a chat model'}"
-        there = f"{fact}, and engines.judge.source is a {architecture_of(judge, JUDGE_KEY)}"
+        there = f"{fact}, and engines.judge.source is a {architecture_of(judge, KEYS['judge'])}"
         if wants:
             raise InputError(f'{there}: take a folder that `ratchet export` made of a reward model, or set "judge"')
         raise InputError(f'{there}: set "reward_model" without arguments, or take a chat model')

@@ -16,21 +16,14 @@ from storage.manifest import Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import changed_meaning, fixed_by_prepare
-from tasks.config.model import (
-    CRITIC_KEY,
-    JUDGE_KEY,
-    TEACHER_KEY,
-    ModelSection,
-    critic_section,
-    judge_section,
-    teacher_section,
-)
+from tasks.config.model import ModelSection
+from tasks.config.others import KEYS, Other, other_model
 from tasks.config.run import RunConfig
 from tasks.config.stored import corrections, differs, read_config
 from tasks.data.hub import is_weights
 from tasks.data.models import MODEL_KEY, ModelFolder, find_model
 from tasks.stages.names import Stage
-from tasks.stages.prepared import CRITIC_MODEL, JUDGE_MODEL, MODEL, TEACHER_MODEL
+from tasks.stages.prepared import MODEL, other_parts
 from tasks.stages.views import Prepared
 
 _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its size and its beginning
@@ -43,23 +36,25 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
     _check_settings(config, root, run)
     if config.model.source is not None:
         check_model(config.model, root, prepared)
-    teacher = teacher_section(config.model, config.train.policy.distill)
-    if teacher is not None and config.retrain is None:  # stage `select` stores that of a run on stored samples
-        check_model(teacher, root, prepared, TEACHER_MODEL, TEACHER_KEY)
+    if config.retrain is None:  # stage `select` stores that of a run on stored samples
+        _check_other(config, root, prepared, "teacher")
     check_others(config, root, prepared)
 
 
 def check_others(config: RunConfig, root: Root, prepared: Prepared) -> None:
     """Refuse a judge, or a model that a critic begins with, that is not the one that was stored. Raises InputError."""
-    if (judge := judge_section(config.model, config.engines)) is not None:
-        check_model(judge, root, prepared, JUDGE_MODEL, JUDGE_KEY)
-    if (critic := critic_section(config.model, config.train.critic)) is not None:
-        if not prepared.manifest.below(CRITIC_MODEL):
-            fact = (
-                f"{CRITIC_KEY} is {critic.source!r}, but run {prepared.manifest.run!r} has stored no model for a critic"
-            )
-            raise InputError(f"{fact}: leave it out, or start a new run")
-        check_model(critic, root, prepared, CRITIC_MODEL, CRITIC_KEY)
+    _check_other(config, root, prepared, "judge")
+    if (critic := other_model(config, "critic")) is not None and not other_parts(prepared.manifest, "critic"):
+        fact = (
+            f"{KEYS['critic']} is {critic.source!r}, but run {prepared.manifest.run!r} has stored no model for a critic"
+        )
+        raise InputError(f"{fact}: leave it out, or start a new run")
+    _check_other(config, root, prepared, "critic")
+
+
+def _check_other(config: RunConfig, root: Root, prepared: Prepared, kind: Other) -> None:
+    if (section := other_model(config, kind)) is not None:
+        check_model(section, root, prepared, f"{kind}/", KEYS[kind])
 
 
 def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, JsonValue]) -> str | None:

@@ -12,12 +12,12 @@ from flows.views.samples import printable
 from flows.views.trackers import check_trackers
 from tasks.checks import advice, check_content, model_facts, reward_calls
 from tasks.config.environment import Settings
+from tasks.config.others import KEYS
 from tasks.config.run import RunConfig
 from tasks.data.models import count_parameters
 from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
-from tasks.model_checks.judge import judge_parameters
-from tasks.model_checks.objective import critic_parameters, teacher_parameters
+from tasks.model_checks.objective import other_parameters
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
 from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, judge_bytes, rank_bytes
@@ -144,9 +144,7 @@ def checked(config: RunConfig) -> Checked:
             device(config.device.kind),
             parameters,
             prompt_bytes,
-            teacher_parameters(config),
-            judge_parameters(config),
-            critic_parameters(config),
+            **{kind: other_parameters(config, kind) for kind in KEYS},
         ),
     )
 

@@ -4,14 +4,8 @@ from typing import Annotated
 
 from pydantic import model_validator
 
-from tasks.config.engines import EnginesSection
 from tasks.config.section import Section
 from trainer_core.marks import FILES, RUNTIME, SECRET
-from trainer_core.objectives.objective_config import DistillConfig
-from trainer_core.optimizer_config import CriticConfig
-
-TEACHER_KEY = "train.policy.distill.teacher"  # names the teacher, as model.source does the model
-JUDGE_KEY, CRITIC_KEY = "engines.judge.source", "train.critic.source"  # the same of a judge, and of a critic
 
 
 class GeneratedModel(Section):
@@ -60,23 +54,3 @@ class ModelSection(Section):
         if (self.source is None) == (self.generate is None):
             raise ValueError("give exactly one of model.source and model.generate")
         return self
-
-
-def teacher_section(model: ModelSection, distill: DistillConfig | None) -> ModelSection | None:
-    """The teacher as a model, which is found and fetched as that of the run; None if there is none."""
-    return None if distill is None else _found_alike(model, distill.teacher)
-
-
-def critic_section(model: ModelSection, critic: CriticConfig | None) -> ModelSection | None:
-    """The same of the model that a critic begins with; None if that is the policy."""
-    return None if critic is None or critic.source is None else _found_alike(model, critic.source)
-
-
-def judge_section(model: ModelSection, engines: EnginesSection | None) -> ModelSection | None:
-    """The same of the model that judges on an engine of the run."""
-    return None if engines is None else _found_alike(model, engines.judge.source)
-
-
-def _found_alike(model: ModelSection, source: str) -> ModelSection:
-    given = {name: dict(model)[name] for name in ("download", "token", "accept")}
-    return ModelSection(source=source, **given)

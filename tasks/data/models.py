@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 
 from storage.errors import InputError
+from storage.ownership.scratch import scratch
 from tasks.config.credentials import referenced
 from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
@@ -88,6 +89,13 @@ class ModelFolder:
             self.fs.get_file(f"{self.path}/{name}", str(target))
         except _FAILURES as error:
             raise self._unreadable(name, error) from None
+
+    def with_texts[Read](self, read: Callable[[Path], Read]) -> Read:
+        """Result of `read` on a directory with copies of the files of the tokenizer. Raises InputError."""
+        with scratch() as directory:
+            for name in set(self.files()) & set(TEXT_FILES):
+                self.fetch(name, directory / name)
+            return read(directory)
 
     def _unreadable(self, what: str, error: Exception) -> InputError:
         return InputError(f"{self}: {what} cannot be read ({without_secrets(str(error))}): make it readable")

@@ -3,16 +3,14 @@
 from collections.abc import Callable
 
 from storage.errors import InputError
-from storage.ownership.scratch import scratch
-from tasks.config.model import JUDGE_KEY, judge_section
+from tasks.config.others import KEYS, other_model
 from tasks.config.run import RunConfig
 from tasks.data.backends import Backend
-from tasks.data.hub import TEXT_FILES
-from tasks.data.models import ModelFolder, open_model
+from tasks.data.models import open_model
 from tasks.data.tokenizer import TextCodec
 from tasks.model_checks import architectures
 from tasks.model_checks.fitness import Facts, classifier_facts, folder_facts
-from tasks.model_checks.objective import check_tokens, parameters_of
+from tasks.model_checks.objective import check_tokens
 from trainer_core.config import Device, is_classifier
 
 
@@ -20,10 +18,10 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
     """Refuse a model that an engine cannot serve, or that cannot be asked: a chat model that judges, or a reward model,
     which scores the tokens of the model with the config.json `own` and the tokenizer that `tokens` reads. Without one
     nothing is checked. Raises InputError."""
-    section = judge_section(config.model, config.engines)
+    section = other_model(config, "judge")
     if section is None or config.engines is None:
         return
-    folder, longest = open_model(section, JUDGE_KEY), config.engines.judge.max_model_len
+    folder, longest = open_model(section, KEYS["judge"]), config.engines.judge.max_model_len
     scores = is_classifier(folder.config())
     facts = (classifier_facts if scores else folder_facts)(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
@@ -33,31 +31,18 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
     if scores:
         _check_reach(config, longest)
         check_tokens(folder, facts, own, tokens(), "reward model")
-    elif not _codec(folder).has_template:
+    elif not folder.with_texts(TextCodec.from_directory).has_template:
         fact = f"the tokenizer of {folder} has no chat template, and a judge is asked by messages"
         raise InputError(f"{fact}: choose a chat model")
 
 
 def judge_facts(config: RunConfig) -> Facts | None:
     """Content of a judge's config.json, unchecked; None without one. Raises InputError: it cannot be read."""
-    if (section := judge_section(config.model, config.engines)) is None:
-        return None
-    return open_model(section, JUDGE_KEY).config()
-
-
-def judge_parameters(config: RunConfig) -> int:
-    """The number of a judge's weights; 0 without one. Raises InputError: its files cannot be listed."""
-    return parameters_of(judge_section(config.model, config.engines), JUDGE_KEY)
+    section = other_model(config, "judge")
+    return None if section is None else open_model(section, KEYS["judge"]).config()
 
 
 def _check_reach(config: RunConfig, longest: int) -> None:
     if config.retrain is None and longest < (sampled := config.engine.max_model_len):
         fact = f"engine.max_model_len = {sampled} lets samples grow beyond engines.judge.max_model_len = {longest}"
         raise InputError(f"{fact}, and the reward model has no score for these: raise it to {sampled}")
-
-
-def _codec(folder: ModelFolder) -> TextCodec:
-    with scratch() as directory:
-        for name in set(folder.files()) & set(TEXT_FILES):
-            folder.fetch(name, directory / name)
-        return TextCodec.from_directory(directory)

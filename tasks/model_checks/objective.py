@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Literal
 
 from storage.errors import InputError, told
-from storage.ownership.scratch import scratch
 from tasks.config.environment import scoring_environment
-from tasks.config.model import CRITIC_KEY, TEACHER_KEY, ModelSection, critic_section, teacher_section
+from tasks.config.others import KEYS, Other, other_model
 from tasks.config.run import EngineSection, RunConfig
 from tasks.data.backends import Backend, read_backend
-from tasks.data.hub import TEXT_FILES
 from tasks.data.models import ModelFolder, count_parameters, open_model
 from tasks.model_checks import architectures
 from tasks.model_checks.fitness import Facts, classifier_facts, folder_facts
@@ -60,28 +58,17 @@ def check_teacher(config: RunConfig, own: Facts, tokens: Callable[[], Backend], 
     if distill is not None and distill.top_k >= own["vocab_size"]:
         fact = f"train.policy.distill.top_k = {distill.top_k} leaves none of the model's {own['vocab_size']} tokens"
         raise InputError(f"{fact} for the rest: lower it")
-    if (section := teacher_section(config.model, distill)) is not None:
-        _check_beside(config, own, tokens, device, "teacher", section, TEACHER_KEY)
+    check_beside(config, own, tokens, device, "teacher")
 
 
-def check_critic_model(config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device) -> None:
-    """Refuse a model from which no critic of such samples can begin. If it begins with the policy nothing is checked.
-    Raises InputError."""
-    if (section := critic_section(config.model, config.train.critic)) is not None:
-        _check_beside(config, own, tokens, device, "critic", section, CRITIC_KEY)
-
-
-def _check_beside(
-    config: RunConfig,
-    own: Facts,
-    tokens: Callable[[], Backend],
-    device: Device,
-    kind: Literal["teacher", "critic"],
-    section: ModelSection,
-    key: str,
+def check_beside(
+    config: RunConfig, own: Facts, tokens: Callable[[], Backend], device: Device, kind: Literal["teacher", "critic"]
 ) -> None:
-    """Refuse a model that cannot read the samples of the model with the config.json `own`, in the trainer's layout."""
-    folder = open_model(section, key)
+    """Refuse a model that cannot read such samples in the trainer's layout. Without one, as of a critic that begins
+    with the policy, nothing is checked. Raises InputError."""
+    if (section := other_model(config, kind)) is None:
+        return
+    folder = open_model(section, KEYS[kind])
     gives_values = kind == "critic" and is_classifier(folder.config())
     facts = (classifier_facts if gives_values else folder_facts)(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
@@ -97,21 +84,12 @@ def _check_beside(
     check_tokens(folder, facts, own, tokens(), kind)
 
 
-def teacher_parameters(config: RunConfig) -> int:
-    """The number of a teacher's weights; 0 without a teacher. Raises InputError: its files cannot be listed."""
-    return parameters_of(teacher_section(config.model, config.train.policy.distill), TEACHER_KEY)
-
-
-def critic_parameters(config: RunConfig) -> int:
-    """The number of weights of a critic that begins with a model of its own; 0 if it begins with the policy. Raises
-    InputError: its files cannot be listed."""
-    return parameters_of(critic_section(config.model, config.train.critic), CRITIC_KEY)
-
-
-def parameters_of(section: ModelSection | None, key: str) -> int:
-    """The number of weights of such a model, which the setting `key` names; 0 without one. Raises InputError: its files
-    cannot be listed."""
-    return 0 if section is None else count_parameters(section, open_model(section, key).document("config.json"))
+def other_parameters(config: RunConfig, kind: Other) -> int:
+    """The number of weights of another model of the run; 0 without one. Raises InputError: its files cannot be
+    listed."""
+    if (section := other_model(config, kind)) is None:
+        return 0
+    return count_parameters(section, open_model(section, KEYS[kind]).document("config.json"))
 
 
 def check_tokens(folder: ModelFolder, facts: Facts, own: Facts, tokens: Backend, kind: str) -> None:
@@ -120,10 +98,7 @@ def check_tokens(folder: ModelFolder, facts: Facts, own: Facts, tokens: Backend,
     if facts["vocab_size"] < own["vocab_size"]:
         fact = f"{folder} has {facts['vocab_size']} tokens, but the model, which samples them, {own['vocab_size']}"
         raise InputError(f"{fact}: choose a {kind} with as many")
-    with scratch() as directory:
-        for name in set(folder.files()) & set(TEXT_FILES):
-            folder.fetch(name, directory / name)
-        theirs = read_backend(directory)
+    theirs = folder.with_texts(read_backend)
     for token in range(max(tokens.size, theirs.size)):
         if (known := tokens.token_text(token)) != (other := theirs.token_text(token)):
             raise InputError(

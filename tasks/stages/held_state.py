@@ -15,7 +15,7 @@ from storage.layout import STATE
 from storage.manifest import Part
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.names import Stage
-from tasks.stages.prepared import CRITIC_MODEL, model_directory, other_directory
+from tasks.stages.prepared import model_directory, other_directory, other_parts
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.training_set import recorded
 from tasks.stages.views import IDENTITY, Prepared, Trained
@@ -43,10 +43,10 @@ def trainers(context: RunContext, prepared: Prepared) -> TrainerGroup:
 def _begun_alike(context: RunContext, prepared: Prepared) -> TrainerConfig:
     """The trainer's configuration, whose critic begins with the model that the run has stored for it. Raises
     InputError: it is to, and the run has stored none."""
-    config, stored = context.config.train, prepared.manifest.below(CRITIC_MODEL)
+    config, stored = context.config.train, other_parts(prepared.manifest, "critic")
     if config.critic is None or not (stored or config.critic.source):
         return config
-    source = str(other_directory(context, prepared, CRITIC_MODEL))
+    source = str(other_directory(context, prepared, "critic"))
     return config.model_copy(update={"critic": config.critic.model_copy(update={"source": source})})
 
 

@@ -4,14 +4,12 @@ From here on the run depends on nothing outside its storage root."""
 
 from storage.ownership.scratch import scratch
 from storage.schema import PROMPTS, fingerprint
-from tasks.config.model import CRITIC_KEY, critic_section
+from tasks.config.others import KEYS
 from tasks.data.models import fill_model_directory
 from tasks.data.sources import Prompts, codec_of, prompts_of
-from tasks.stages.judging import store_judge
 from tasks.stages.names import Stage
-from tasks.stages.prepared import CRITIC_MODEL, MODEL, store_model
+from tasks.stages.prepared import MODEL, store_other
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.teaching import store_teacher
 from tasks.stages.views import Prepared
 
 
@@ -24,8 +22,7 @@ def prepare(work: Work) -> StageOutput:
         codec = codec_of(config, directory)
         prompts = prompts_of(config, codec)
         model = writer.write_files(directory, names, MODEL)
-    begun = store_model(writer, config, critic_section(config.model, config.train.critic), CRITIC_KEY, CRITIC_MODEL)
-    others = (*store_teacher(writer, config), *store_judge(writer, config), *begun)
+    others = [part for kind in KEYS for part in store_other(writer, config, kind)]
     data = [writer.write_table(f"{name}.arrow", table, PROMPTS) for name, table in prompts.tables.items()]
     return StageOutput(
         parts=(*model, *others, *data),

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from storage.backends.root import Root
 from storage.errors import InputError
-from storage.manifest import Part
+from storage.manifest import Manifest, Part
 from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize, read_parts
 from storage.schema import PROMPTS
 from tasks.config.data import DataSection
-from tasks.config.model import ModelSection
+from tasks.config.others import KEYS, Other, other_model
 from tasks.config.run import RunConfig
 from tasks.data.drawing import Share
 from tasks.data.hub import is_weights
@@ -26,44 +26,45 @@ from tasks.stages.context import RunContext
 from tasks.stages.views import Prepared, View
 
 MODEL = "model/"  # prefix of the names of the model's parts
-TEACHER_MODEL, JUDGE_MODEL, CRITIC_MODEL = "teacher/", "judge/", "critic/"  # the same of other models
 
 _TABLES = 3
 
 
 def model_directory(context: RunContext, prepared: Prepared) -> Path:
     """A Hugging Face directory on each host with the run's base model, verified on first use in this process."""
-    folder, verified = context.scratch / "model", context.scratch / "model.verified"
-    if not verified.exists() or verified.read_text(encoding="utf-8") != prepared.digest:
-        context.folders.fetch(context.root, prepared.manifest, folder, MODEL)
-        verified.write_text(prepared.digest, encoding="utf-8")
-    return folder
+    return _fetched(context, prepared, MODEL)
 
 
-def store_model(
-    writer: PartWriter, config: RunConfig, section: ModelSection | None, key: str, prefix: str
-) -> tuple[Part, ...]:
-    """Store the model of a section, which the setting `key` names, in parts that begin with `prefix`; nothing if there
-    is none. Raises InputError: its directory cannot be read."""
-    if section is None:
+def store_other(writer: PartWriter, config: RunConfig, kind: Other) -> tuple[Part, ...]:
+    """Store another model of the run with a stage of iteration 0; nothing if there is none. Raises InputError: its
+    directory cannot be read."""
+    if (section := other_model(config, kind)) is None:
         return ()
     with scratch() as directory:
-        names = fill_model_directory(directory, section, config.run.seed, key)
-        return writer.write_files(directory, names, prefix)
+        names = fill_model_directory(directory, section, config.run.seed, KEYS[kind])
+        return writer.write_files(directory, names, f"{kind}/")
 
 
-def other_directory(context: RunContext, source: View, prefix: str) -> Path:
-    """A Hugging Face directory on each host with such a model of a stage, verified on first use in this process; its
-    name changes with its content. Raises InputError: the stage has stored none."""
-    kind = prefix.rstrip("/")
-    folder = context.scratch / f"{kind}-{source.digest[:16]}"
+def other_parts(manifest: Manifest, kind: Other) -> Mapping[str, Part]:
+    """Parts of another model that a stage has stored, by the names of its files; none if it has not."""
+    return manifest.below(f"{kind}/")
+
+
+def other_directory(context: RunContext, source: View, kind: Other) -> Path:
+    """The same of another model that a stage has stored. Raises InputError: it has stored none."""
+    if not other_parts(source.manifest, kind):
+        raise InputError(
+            f"{source.manifest.stage} of run {source.manifest.run!r} has stored no {kind}: a stage that is done "
+            "again cannot get one. Start a new run, or train on the stored samples with `ratchet retrain`"
+        )
+    return _fetched(context, source, f"{kind}/")
+
+
+def _fetched(context: RunContext, source: View, prefix: str) -> Path:
+    """Folder of parts of a stage on each host; its name changes with their content."""
+    folder = context.scratch / f"{prefix.rstrip('/')}-{source.digest[:16]}"
     verified = folder.with_suffix(".verified")
     if not verified.exists():
-        if not source.manifest.below(prefix):
-            raise InputError(
-                f"{source.manifest.stage} of run {source.manifest.run!r} has stored no {kind}: a stage that is done "
-                "again cannot get one. Start a new run, or train on the stored samples with `ratchet retrain`"
-            )
         context.folders.fetch(context.root, source.manifest, folder, prefix)
         verified.touch()
     return folder

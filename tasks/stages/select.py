@@ -14,10 +14,9 @@ from storage.schema import SELECTION, fingerprint
 from storage.selection import write_prompts, write_sources
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
-from tasks.stages.prepared import MODEL
+from tasks.stages.prepared import MODEL, store_other
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.teaching import store_teacher
 from tasks.stages.views import Prepared, Selected
 from trainer_core.objectives.objective_config import PolicyConfig, check_sampling
 
@@ -39,14 +38,10 @@ def select(work: Work, prepared: Prepared) -> StageOutput:
         fact = f"{told(error)}\nWhen run {work.context.run!r} began this was otherwise. Nothing is trained yet"
         raise InputError(f"{fact}: remove it with `ratchet rm {work.context.run}`, and begin it again") from error
     prompts = [write_prompts(work.writer, prepare, one.read()) for prepare, one in selecting.answered.items()]
+    teacher = store_other(work.writer, work.config, "teacher")
     temperature = _temperature(work.config.train.policy, ranges)
     return StageOutput(
-        parts=(
-            *parts,
-            *prompts,
-            write_sources(work.writer, selecting.sources),
-            *store_teacher(work.writer, work.config),
-        ),
+        parts=(*parts, *prompts, write_sources(work.writer, selecting.sources), *teacher),
         schema_fingerprint=fingerprint(SELECTION),
         facts={"samples": selecting.rows, "temperature": temperature, "shares": len(parts)},
         metrics=_metrics(selecting, ranges),

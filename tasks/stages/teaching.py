@@ -8,12 +8,10 @@ import pyarrow as pa
 
 from storage.digest import bytes_digest, value_digest
 from storage.manifest import Part
-from storage.parts import PartWriter, read_parts
+from storage.parts import read_parts
 from storage.schema import TEACHER, TEACHER_TOP
 from storage.unfinished import find_piece, keep_piece
-from tasks.config.model import TEACHER_KEY, teacher_section
-from tasks.config.run import RunConfig
-from tasks.stages.prepared import TEACHER_MODEL, other_directory, store_model
+from tasks.stages.prepared import other_directory
 from tasks.stages.stage import Work
 from tasks.stages.views import View
 from tasks.workers.trainers import TrainerGroup
@@ -21,13 +19,6 @@ from trainer_core.batches.sequences import Samples, TopTokens, Vector
 
 NAMES = ["prompt_id", "sample_id"]
 Teach = Callable[[TrainerGroup, Samples, float], tuple[Samples, tuple[Part, ...]]]  # `taught` of given samples
-
-
-def store_teacher(writer: PartWriter, config: RunConfig) -> tuple[Part, ...]:
-    """Store the teacher's model with a stage of iteration 0; nothing if there is no teacher. Raises InputError: its
-    directory cannot be read."""
-    section = teacher_section(config.model, config.train.policy.distill)
-    return store_model(writer, config, section, TEACHER_KEY, TEACHER_MODEL)
 
 
 def taught(
@@ -48,7 +39,7 @@ def taught(
     given += [distill.top_k] if distill.top_k else []
     piece = f"teacher-{value_digest(given)[:16]}"
     if (part := find_piece(work.writer, piece)) is None:
-        scores = group.teacher_scores(other_directory(work.context, source, TEACHER_MODEL), samples, temperature)
+        scores = group.teacher_scores(other_directory(work.context, source, "teacher"), samples, temperature)
         table = by_token(names(), samples, scores.logprobs, TEACHER)
         table = table if scores.top is None else _with_top(table, scores.top)
         part = keep_piece(work.writer, piece, work.writer.write_table("teacher.arrow", table, schema))
