@@ -1,13 +1,11 @@
 """Shapes of models and samples of the trainer's bench. Imports no torch."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.config.model import GeneratedModel
-from tasks.rewards.sample import Sample
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import Frozen, Precision
 
@@ -90,11 +88,6 @@ CASES: dict[CaseName, Case] = {
         rows=4,
     ),
 }  # fmt: skip
-
-
-def brevity(record: Mapping[str, Any], response: str, sample: Sample) -> float:
-    """A reward that random weights can earn: more for shorter responses."""
-    return 1.0 / len(sample.tokens)
 
 
 def draw_samples(case: Case, mixed: bool, seed: int = 0) -> Samples:

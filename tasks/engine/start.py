@@ -30,3 +30,10 @@ def start_engine(
     if meeting_place is None and spec.tensor > 1:
         meeting_place = str(new_folder())
     return Engine(spec, meeting_place)
+
+
+def import_engine() -> None:
+    """Import what `start_engine` needs for vLLM."""
+    from tasks.engine.vllm.engine import imported
+
+    imported()

@@ -17,6 +17,7 @@ from tasks.stages.views import Prepared
 def prepare(work: Work) -> StageOutput:
     """Record what the run is made from. Generated models and data sets are made here, from the run's seed."""
     config, writer = work.config, work.writer
+    work.context.workers.expect()  # their imports take as long as this
     with scratch() as directory:
         names = fill_model_directory(directory, config.model, config.run.seed)
         codec = codec_of(config, directory)

@@ -5,15 +5,12 @@ after the run, so that the next flow process finds them; what they hold is used 
 """
 
 import logging
-import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
-
-import psutil
 
 from storage.digest import value_digest
 from storage.errors import InputError, RatchetError, WorkerLost
@@ -26,10 +23,20 @@ from tasks.engine.start import start_engine
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, living, short_name, spawn
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
+from tasks.workers.expected import Expected, inside
 from tasks.workers.folders import Folders
 from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
 from tasks.workers.meeting import forget
-from tasks.workers.placement import Placement, bundles, card_of_judge, engines_on_a_card, placement, taken, transport
+from tasks.workers.placement import (
+    Placement,
+    bundles,
+    card_of_judge,
+    cards_by_engine,
+    engines_on_a_card,
+    placement,
+    taken,
+    transport,
+)
 from tasks.workers.ranks import RankActors, Standby, rank_labels, start_trainers
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, Precision, TrainerConfig
@@ -88,6 +95,7 @@ class Fleet:
         self._trained_under: TrainerConfig | None = None
         self._ranks: RankActors | None = None
         self._standby = Standby()
+        self._expected = Expected()
         self._starting = threading.RLock()  # a rollout may run beside a training
         self._seats: dict[str, Seats] = {}  # on a cluster, by role
         self.folders: Folders = Folders() if cluster.local else HostFolders()
@@ -128,7 +136,18 @@ class Fleet:
             self._cluster.check_alive()
         except WorkerLost:
             self._engines, self._judge, self._trainers, self._ranks, self._standby = [], None, None, None, Standby()
+            self._expected = Expected()
             raise
+
+    def expect(self) -> None:
+        """As `Workers.expect`. On a cluster nothing is begun: processes of an earlier start may live there."""
+        if not self._cluster.local:
+            return
+        with self._starting:
+            self._connect()
+            deterministic, ranks = bool(self._config.device.deterministic), self._config.train.parallel.world_size
+            self._standby.fill(self._run, ranks, self.device, self._cluster.settings, deterministic)
+            self._expected.begin(self._run, self.device, cards_by_engine(self._config, self._cluster.settings))
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
         """As `Workers.warm`: each process imports for ten seconds or more."""
@@ -197,6 +216,7 @@ class Fleet:
         if self._trainers is not None:
             self._trainers.end()
         self._standby.end()
+        self._expected.end()
         self._engines, self._judge, self._trainers = [], None, None
 
     def _release(self) -> None:
@@ -333,7 +353,7 @@ class Fleet:
             environment = engine_environment(spec.device, cards, settings.local)
             names = fresh_names(prefix, 1)
             meeting_place = new_folder() if spec.tensor > 1 and settings.local else None
-            actors = spawn(names, [environment], not settings.local, seats)
+            actors = self._expected.take(name) or spawn(names, [environment], not settings.local, seats)
             group = RankActors(labels, actors, meeting_place)
             folder = None if meeting_place is None else str(meeting_place)
             named = None if own.function is None else find_engine(own.function, own.source)
@@ -375,24 +395,6 @@ class Fleet:
 
 
 def engine_digest(spec: EngineSpec, cards: Sequence[str], source: str) -> str:
-    """Identity of what an engine is started with, and where: one that was left on other cards is not used.
-
-    Args:
-        source: digest of the source of an engine of the user's own; empty for vLLM.
-    """
+    """Identity of what an engine is started with, and where: one that was left on other cards is not used. `source` is
+    the digest of the source of an engine of the user's own; empty for vLLM."""
     return value_digest({**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards), "source": source})
-
-
-def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:
-    """Process ids of what the engine at that place has started: its scheduler `core-PLACE`, if that is apart, and the
-    workers of a `tensor` above 1, `worker-NUMBER`, counted over all engines.
-    """
-    try:
-        titles = {one.pid: " ".join(one.cmdline()) for one in psutil.Process(process).children(recursive=True)}
-    except psutil.Error:  # it has just ended
-        return
-    for started, title in titles.items():
-        if "VLLM::EngineCore" in title:
-            yield f"core-{place}", started
-        elif found := re.search(r"VLLM::Worker_TP(\d+)", title):
-            yield f"worker-{place * tensor + int(found[1])}", started

@@ -12,6 +12,9 @@ from trainer_core.config import TrainerConfig
 class Workers(Protocol):
     """The trainer ranks and engines of one run, started when first needed and replaced when they have died."""
 
+    def expect(self) -> None:
+        """Begin with what starts need beside their arguments, without waiting: all will be asked for soon."""
+
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
         """Start whatever is missing, all at once, without waiting."""
 

@@ -104,6 +104,14 @@ def card_of_judge(settings: Settings, device: Device) -> tuple[str, ...]:
     return settings.gpus[-1:] if device == "cuda" and settings.local else ()
 
 
+def cards_by_engine(config: RunConfig, settings: Settings) -> dict[str, tuple[str, ...]]:
+    """The cards of each engine of vLLM by its name, the judge's too. Raises as `placement`."""
+    found = {"judge": card_of_judge(settings, settings.device(config.device.kind))} if config.engines else {}
+    if config.engine.function is None:
+        found |= {f"engine-{place}": cards for place, cards in enumerate(placement(config, settings).engines)}
+    return found
+
+
 def engines_on_a_card(section: EngineSection, cards: int) -> int:
     """Engines on the card that most of them share, of that many visible cards."""
     return 1 if section.cards == "own" else math.ceil(section.count / max(1, cards // section.tensor))

@@ -136,8 +136,11 @@ class SmallFleet:
         self._ranks, self._engine = self._group(self._names), self._group((ENGINE,))
         self._made: set[WorkerGroup] = set()
 
-    def warm(self, model_dir: Path, config: TrainerConfig) -> None:
+    def expect(self) -> None:
         """Do nothing: everything is running from the start."""
+
+    def warm(self, model_dir: Path, config: TrainerConfig) -> None:
+        """As `expect`."""
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
         self._check_node()

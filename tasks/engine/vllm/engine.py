@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,13 @@ if TYPE_CHECKING:
     from tasks.engine.vllm.core import Answer
 
 logger = logging.getLogger(__name__)
+
+
+def imported() -> ModuleType:
+    """The module that imports vLLM, for seconds."""
+    with paused():
+        from tasks.engine.vllm import core
+    return core
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,7 @@ class Engine(EngineProtocol):
             raise InputError(f"{spec.model_dir} holds no config.json: give a Hugging Face model directory")
         if meeting_place is not None:
             set_engine_meeting_place(meeting_place)
-        with paused():
-            from tasks.engine.vllm import core
-
+        core = imported()
         self._spec = spec
         self._waiting: deque[Batch] = deque()
         self._running: dict[str, tuple[Batch, int]] = {}

@@ -30,6 +30,9 @@ class Watching(SmallTrainer):
 class Workers(WorkersHere):
     """Workers that record requests, and count early starts."""
 
+    def expect(self):
+        self.calls.append("expect")
+
     def warm(self, model_dir, config):
         self.calls.append("warm")
 
@@ -75,6 +78,13 @@ def test_without_a_switch_nobody_is_asked(opened):
     assert called["release"] == called["resume"] == 0
     assert called["warm"] > 0
     assert "released_bytes" not in need(context.root, "small", 1, Stage.WEIGHT_SYNC).metrics
+
+
+def test_processes_import_while_the_model_is_made(opened):
+    context = opened([])
+    done(context)
+    assert context.workers.calls.index("expect") == 0
+    assert context.workers.calls.count("expect") == 1
 
 
 def test_engines_sample_while_the_memory_is_given_up(opened):

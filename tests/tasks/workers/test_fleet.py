@@ -18,6 +18,7 @@ from tasks.config.environment import Settings
 from tasks.config.run import DeviceSection
 from tasks.engine.protocol import EngineIdentity, Sampling
 from tasks.stages import transaction
+from tasks.workers.actors import find_groups
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.ranks import start_trainers
@@ -121,7 +122,9 @@ def test_an_engine_of_several_processes_is_one_engine(model, served, tmp_path, t
     several = {"own_process": True, "tensor": tensor, "count": 1}
     config = config.model_copy(update={"engine": config.engine.model_copy(update=several)})
     with Fleet("run", config, cluster := Cluster(LOCAL)) as fleet:
+        fleet.expect()
         (engine,) = fleet.engines(model)
+        assert len(find_groups("run/engine-0")) == 1  # it is the process that was expected
         with pytest.raises(SyncMismatch, match="engine 0: weights 0000 were not received"):
             engine.commit_update(1, "0000")
         arrived = update(engine, tmp_path / "several", model, 2, receivers=tensor)
