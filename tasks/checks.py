@@ -309,9 +309,11 @@ def _check_updates(config: RunConfig) -> None:
 
 
 def _check_cards(config: RunConfig) -> None:
-    settings, wanted = Settings.from_environment(), config.engine.quantization
-    if config.retrain is None and wanted and settings.local and have_fp8(len(settings.gpus)) is False:
-        fact = f'engine.quantization = "{wanted}" takes cards with FP8 units (compute capability 8.9 or more)'
+    settings, sampled = Settings.from_environment(), None if config.retrain else config.engine.quantization
+    wanted = {"engine.quantization": sampled, "train.fp8": config.train.fp8}
+    given = next((f'{key} = "{value}"' for key, value in wanted.items() if value is not None), None)
+    if given is not None and settings.local and have_fp8(len(settings.gpus)) is False:
+        fact = f"{given} takes cards with FP8 units (compute capability 8.9 or more)"
         raise InputError(f"{fact}, which some of the visible ones lack: leave it out, or choose other cards")
 
 

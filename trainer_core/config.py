@@ -92,6 +92,11 @@ class ParallelConfig(Frozen):
         return f"tp{self.tensor}{' sp' * self.sequence} pp{self.pipeline}{virtual}{context} dp{self.data}{experts}"
 
 
+FP8_POSITIONS = 16
+"""Divides each dimension of a multiplication in FP8, also the positions of a micro-batch, over which the backward pass
+sums (Transformer Engine's `assert_dim_for_fp8_exec`)."""
+
+
 class MegatronConfig(Frozen):
     """Megatron's settings of a step. No result depends on them. One that does not take effect stops the trainer."""
 
@@ -171,6 +176,10 @@ class TrainerConfig(Frozen):
     """Most sequences per DP rank in one micro-batch; if not given, as many as fit."""
     precision: Precision = "fp32"
     """Type of weights and activations; bf16 keeps fp32 main weights, moments and gradients."""
+    fp8: Literal["tensorwise"] | None = Field(default=None, exclude_if=operator.not_)
+    """`tensorwise`: linear layers of the blocks multiply FP8 numbers; each tensor gets its scale anew, from its largest
+    magnitude (Transformer Engine's current scaling). Weights, moments and gradients stay as with bf16, which it needs.
+    Recipes that keep a history of scales are not offered: it would be part of the train state."""
     max_length: Annotated[int, decides("select", "train")] = Field(ge=2)
     """Longest sequence, prompt and response together, in tokens."""
     seed: int = 0
@@ -181,6 +190,20 @@ class TrainerConfig(Frozen):
         megatron = self.megatron
         if self.lora and (megatron.gradient_accumulation_fusion or megatron.output_gradient_accumulation_fusion):
             raise ValueError("with lora weights have no gradients: leave megatron.gradient_accumulation_fusion out")
+        return self
+
+    @model_validator(mode="after")
+    def _fp8_is_computed_beside_bf16(self) -> "TrainerConfig":
+        parallel = self.parallel
+        refused = {
+            f'precision = "{self.precision}": set it to "bf16"': self.precision != "bf16",
+            "lora, with which it has not been run: leave one of them out": self.lora is not None,
+            "a critic, with which it has not been run: leave one of them out": self.critic is not None,
+            "parallel.tensor, parallel.context or parallel.expert above 1, with which it has not been run: set them to "
+            "1": max(parallel.tensor, parallel.context, parallel.expert) > 1,
+        }
+        if self.fp8 and (found := next((why for why, holds in refused.items() if holds), None)):
+            raise ValueError(f'fp8 = "{self.fp8}" does not go with {found}')
         return self
 
     @model_validator(mode="after")

@@ -45,13 +45,14 @@ def train(
     *,
     case: Annotated[CaseName | None, Parameter(help="Model and samples; by default the one for the device.")] = None,
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 5,
+    fp8: Annotated[bool, Parameter(help="Multiply FP8 numbers, on both sides.", negative=())] = False,
     json: Json = False,
 ) -> int:
     """Measure a training step of Ratchet against the plain one of megatron-core."""
     from infra.bench.train import bench_train
 
     with Output(json=json) as output:
-        found = bench_train(case, pairs)
+        found = bench_train(case, pairs, fp8)
         output.result(found, _lines(found))
     return 0
 

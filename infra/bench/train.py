@@ -36,6 +36,8 @@ class TrainBench(BaseModel):
     """Name of the device."""
     case: CaseName
     """Name of the case."""
+    fp8: bool
+    """True if the linear layers multiply FP8 numbers (`train.fp8`)."""
     transformer_engine: bool
     """True if the layers are Transformer Engine's."""
     pairs: int
@@ -89,34 +91,39 @@ class Race:
         return [plain / ours for ours, plain in zip(self.ours, self.plain, strict=True)]
 
 
-def bench_train(case_name: CaseName | None, pairs: int) -> TrainBench:
-    """Measure both sides in turns, `pairs` times each after one round that does not count.
+def bench_train(case_name: CaseName | None, pairs: int, fp8: bool = False) -> TrainBench:
+    """Measure both sides in turns, `pairs` times each after one round that does not count; with `fp8` both multiply FP8
+    numbers.
 
     Without a case it is the one that fits the device: "tiny" without a GPU, "0.75b" with one.
 
     Raises:
-        InputError: if `pairs` is below 1.
+        InputError: if `pairs` is below 1, or `fp8` is asked for without a card.
     """
     if pairs < 1:
         raise InputError(f"{pairs} pairs measure nothing: give at least 1")
     import torch
 
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    if fp8 and device == "cpu":
+        raise InputError("--fp8 takes a card with FP8 units, and none is visible: leave it out")
     name: CaseName = case_name or ("tiny" if device == "cpu" else "0.75b")
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         generate_model(Path(folder), case.model, seed=0)
-        sides = _sides(folder, case, device)
+        sides = _sides(folder, case, device, fp8)
         try:
             alike, mixed = (_race(sides, case, draw_samples(case, mixed), pairs) for mixed in (False, True))
             endurance = _endurance(sides, case)
             saving = _saving(sides)
         finally:
             sides.close()
-    return TrainBench.model_validate({**_rates(name, case, sides, alike, mixed, pairs), **endurance, **saving})
+    return TrainBench.model_validate(
+        {**_rates(name, case, sides, alike, mixed, pairs), "fp8": fp8, **endurance, **saving}
+    )
 
 
-def _sides(folder: str, case: Case, device: Device) -> "Sides":
+def _sides(folder: str, case: Case, device: Device, fp8: bool) -> "Sides":
     from trainer_core.platform.platform import prepare
 
     platform = prepare(device)
@@ -126,6 +133,7 @@ def _sides(folder: str, case: Case, device: Device) -> "Sides":
         optimizer=OptimizerConfig(learning_rate=1e-6),
         policy=PolicyConfig(),
         precision=case.precision,
+        fp8="tensorwise" if fp8 else None,
         max_length=case.length,
         micro_batch_tokens=case.rows * (case.length - 1),
     )

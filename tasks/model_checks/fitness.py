@@ -12,7 +12,15 @@ from tasks.data.hub import INDEX
 from tasks.data.models import ModelFolder, open_model
 from tasks.model_checks import architectures
 from tasks.model_checks.architectures import LLAMA_LIKE, architecture_of
-from trainer_core.config import Device, TrainerConfig, check_context, check_layout, decoder_of, experts_of
+from trainer_core.config import (
+    FP8_POSITIONS,
+    Device,
+    TrainerConfig,
+    check_context,
+    check_layout,
+    decoder_of,
+    experts_of,
+)
 from trainer_core.effects import Unused, without_effect
 from trainer_core.lora import LIVE_RANKS, LoraConfig, check_targets
 from trainer_core.platform import te_absent
@@ -84,6 +92,8 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
         raise InputError(f"{fact}: choose a smaller one")
     if config.retrain is None and config.engine.quantization is not None:
         _check_quantization(config.engine.quantization, facts, device, where)
+    if config.train.fp8 is not None:
+        _check_fp8(config.train.fp8, facts, device, where)
     if unused := without_effect(config.train, _without_experts(facts), "train."):
         raise InputError(f"{where}: {'; '.join(unused)}")
     architectures.check_head_size(facts, device, where)
@@ -108,7 +118,23 @@ def _check_live(lora: LoraConfig, facts: Facts, device: Device, where: str) -> N
 
 
 def _check_quantization(wanted: str, facts: Facts, device: Device, where: str) -> None:
-    given = f'engine.quantization = "{wanted}"'
+    _check_numbers_of_fp8(f'engine.quantization = "{wanted}"', facts, device, where)
+
+
+def _check_fp8(wanted: str, facts: Facts, device: Device, where: str) -> None:
+    given = f'train.fp8 = "{wanted}"'
+    _check_numbers_of_fp8(given, facts, device, where)
+    head, heads = facts.get("head_dim") or facts["hidden_size"] // facts["num_attention_heads"], "num_attention_heads"
+    sizes = {name: int(facts[name]) for name in ("hidden_size", "intermediate_size")} | {heads: head * facts[heads]}
+    for name, size in sizes.items():
+        if size % FP8_POSITIONS:
+            fact = f"{given} takes sizes that {FP8_POSITIONS} divides, not {size} ({name} of {where})"
+            raise InputError(f"{fact}: leave it out")
+    if te_absent.is_absent():
+        raise InputError(f"{given} is computed by Transformer Engine, which is not installed here: leave it out")
+
+
+def _check_numbers_of_fp8(given: str, facts: Facts, device: Device, where: str) -> None:
     if device == "cpu":
         fact = f"{given} takes a card with FP8 units, and this run computes on CPU"
         raise InputError(f'{fact}: leave it out, or set device.kind = "cuda" where there is such a card')

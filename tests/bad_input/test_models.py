@@ -200,6 +200,23 @@ SETTINGS = {
         ["engine.quantization=fp8"],
         ['quantization = "fp8" is computed beside bf16', 'set engine.precision = "bf16"'],
     ),
+    "fp8 training on CPU": (
+        ["train.fp8=tensorwise", "train.precision=bf16"],
+        ['train.fp8 = "tensorwise" takes a card with FP8 units', "computes on CPU: leave it out"],
+    ),
+    "fp8 training of fp32": (
+        ["train.fp8=tensorwise"],
+        ['fp8 = "tensorwise" does not go with precision = "fp32": set it to "bf16"'],
+    ),
+    "fp8 training of adapters": (
+        ["train.fp8=tensorwise", "train.precision=bf16", "train.lora.rank=4"],
+        ["does not go with lora, with which it has not been run: leave one of them out"],
+    ),
+    "fp8 training of a divided model": (
+        ["train.fp8=tensorwise", "train.precision=bf16", "train.parallel.tensor=2"],
+        ["does not go with parallel.tensor, parallel.context or parallel.expert above 1", "set them to 1"],
+    ),
+    "fp8 training with a history of scales": (["train.fp8=delayed"], ["train.fp8", "'tensorwise'"]),
     "a live adapter of nothing": (
         ["engine.adapter=live"],
         ["engine.adapter has no effect with train.lora not given"],

@@ -200,10 +200,18 @@ def test_settings_of_experts_need_a_model_that_has_them(tmp_path, setting, model
             check_fit(config, facts, "cpu", "the model")
 
 
-def test_models_whose_layout_is_not_proven_are_not_quantized(tmp_path):
-    config = config_with(tmp_path, "engine.quantization=fp8", "engine.precision=bf16")
-    check_fit(config, model_facts(config), "cuda", "the model")
-    with pytest.raises(InputError, match=r'"fp8" is proven for .*, and the model is Qwen3MoeForCausalLM'):
+def test_fp8_training_takes_sizes_that_16_divides_and_transformer_engine(tmp_path):
+    config = config_with(tmp_path, "train.fp8=tensorwise", "train.precision=bf16")
+    with pytest.raises(InputError, match=r"not 200 \(intermediate_size of the model\): leave it out"):
+        check_fit(config, {**model_facts(config), "intermediate_size": 200}, "cuda", "the model")
+    with pytest.raises(InputError, match="is computed by Transformer Engine, which is not installed here"):
+        check_fit(config, model_facts(config), "cuda", "the model")
+
+
+@pytest.mark.parametrize("key", ["engine.quantization=fp8", "train.fp8=tensorwise"])
+def test_models_whose_layout_is_not_proven_are_not_quantized(tmp_path, key):
+    config = config_with(tmp_path, key, "engine.precision=bf16", "train.precision=bf16")
+    with pytest.raises(InputError, match=r'"(fp8|tensorwise)" is proven for .*, and the model is Qwen3MoeForCausalLM'):
         check_fit(config, {**model_facts(config), **EXPERTS}, "cuda", "the model")
 
 

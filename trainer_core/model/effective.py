@@ -88,6 +88,7 @@ MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     ),
     Setting("parallel.context", lambda live: {_context(module) for module in _of(live, Attention)}),
     Setting("precision", lambda live: {_precision(one.dtype) for one in _weights(live)}),
+    Setting("fp8", lambda live: {_fp8(block.config) for block in _of(live, TransformerBlock)}),
     Setting(
         "precision of gradients",
         lambda live: {_precision(one.main_grad.dtype) for one in _weights(live)},  # pyright: ignore[reportAttributeAccessIssue]
@@ -203,6 +204,11 @@ def _of[M: torch.nn.Module](live: Built, kind: type[M]) -> list[M]:
 
 def _weights(live: Built) -> list[torch.nn.Parameter]:
     return [parameter for chunk in live.chunks for parameter in chunk.parameters() if parameter.requires_grad]
+
+
+def _fp8(config: TransformerConfig) -> str | None:
+    """The recipe by which a block's linear layers compute in FP8."""
+    return str(config.fp8_recipe) if config.fp8 else None
 
 
 def _precision(dtype: torch.dtype) -> str:

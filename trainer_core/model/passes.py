@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from trainer_core.batches.flat import alike, flatten
 from trainer_core.batches.micro_batching import BatchLimits, share
 from trainer_core.batches.sequences import Sequences, TopTokens, Vector
+from trainer_core.config import FP8_POSITIONS
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.micro_batch import MicroBatch, place
 from trainer_core.model.model import Model
@@ -110,7 +111,7 @@ class Passes:
         mesh, parallel = self.mesh, self.mesh.parallel
         held = mesh.context.held(sequences.positions)
         shares = share(held, rows, parallel.data, self.limits, parallel.rounds)[mesh.data_rank]
-        multiple = parallel.tensor if parallel.sequence else 1
+        multiple = FP8_POSITIONS if self.model.config.fp8 else parallel.tensor if parallel.sequence else 1
         batches = [flatten(sequences, chosen, multiple, mesh.context) for chosen in shares]
         if self.recorders is not None:
             batches = alike(batches)

@@ -60,6 +60,9 @@ def model_settings(config: TrainerConfig, platform: Platform, deterministic: boo
         "deterministic_mode": deterministic,
     }
     settings |= _of_pipeline(config) | _RECOMPUTE[config.megatron.recompute]
+    if config.fp8 is not None:
+        # a copy of the weights in FP8 that is kept over micro-batches would be stale after an update
+        settings |= {"fp8": "hybrid", "fp8_recipe": config.fp8, "disable_parameter_transpose_cache": True}
     if deterministic:
         settings["cross_entropy_loss_fusion"] = False  # has no deterministic form
     if platform.transformer_engine:
@@ -131,6 +134,7 @@ def uses_graphs(config: TrainerConfig, platform: Platform, deterministic: bool, 
         "train.megatron.overlap_grad_reduce": megatron.overlap_grad_reduce,
         "train.megatron.overlap_param_gather": megatron.overlap_param_gather,
         "train.lora": config.lora is not None,
+        "train.fp8": config.fp8 is not None,
         "train.policy.loss is code of your own": config.policy.loss.runs_user_code,
     }
     reasons = [reason for reason, applies in in_the_way.items() if applies]

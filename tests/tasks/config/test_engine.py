@@ -66,6 +66,16 @@ def test_quantization_is_part_of_the_meaning_and_takes_bf16(tmp_path):
         load_config(str(tmp_path / "run.toml"), ["engine.quantization=fp8"])
 
 
+def test_fp8_training_is_part_of_the_meaning(tmp_path):
+    (tmp_path / "run.toml").write_text(MINIMAL)
+    plain, fp8 = (
+        load_config(str(tmp_path / "run.toml"), ["train.precision=bf16", *more])
+        for more in ([], ["train.fp8=tensorwise"])
+    )
+    assert meaning(fp8.model_dump(mode="json"))["train"]["fp8"] == "tensorwise"
+    assert "fp8" not in meaning(plain.model_dump(mode="json"))["train"]
+
+
 def test_a_live_adapter_is_part_of_the_meaning_and_needs_adapters_beside_plain_weights(tmp_path):
     (tmp_path / "run.toml").write_text(MINIMAL)
     live = ["train.lora.rank=4", "engine.adapter=live"]

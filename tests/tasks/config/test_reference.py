@@ -41,16 +41,17 @@ def test_it_has_every_key_and_says_which_may_change():
         "rollout": {"updates": "in-flight", "pause_tokens": 4, "open_prompts": 40, "max_staleness": 2},
     }
     of_mine = {"function": "mine:Engine", "source": "digest"}
-    engines = (of_mine, {"precision": "bf16", "quantization": "fp8"}, {"adapter": "live"})
+    engines = (of_mine, {"precision": "bf16", "quantization": "fp8"}, {"adapter": "live"}, {})
     adapters = {
         "lora": {"rank": 4},
         "policy": {"distill": {"teacher": "folder", "top_k": 4}},
         "experts": {"replay": True},
     }
     critic = {"critic": {"learning_rate": 1e-3, "source": "folder"}, "policy": {"advantage": {"type": "gae"}}}
+    trained = (adapters, critic, {"lora": {"rank": 4}}, {"precision": "bf16", "fp8": "tensorwise"})
     every = [
         parse_config({**LEAST, **asked, "engine": engine, "train": LEAST["train"] | one}, "test")
-        for engine, one in zip(engines, (adapters, critic, {"lora": {"rank": 4}}), strict=True)
+        for engine, one in zip(engines, trained, strict=True)
     ]
     keys = {key.path: key for table in reference.tables() for key in table.keys}
     of_advantage = {f"train.policy.advantage.{name}" for name in ("gamma", "gae_lambda", "normalize")}

@@ -57,6 +57,7 @@ def spoiled(trainer):
         "precision of gradients": (vars(next(chunk.parameters())), "main_grad", torch.zeros(1).bfloat16()),
         "parallel.sequence": (vars(linear), "sequence_parallel", True),
         "hidden_dropout": (vars(first(TransformerLayer)), "hidden_dropout", 0.1),
+        "fp8": (vars(block.config), "fp8", "hybrid"),
         "distributed optimizer": (vars(chunk.bucket_groups[0].ddp_config), "use_distributed_optimizer", False),
         "division of gradients by replicas": (vars(chunk.buffers[0]), "gradient_scaling_factor", 0.5),
         "megatron.overlap_grad_reduce": (vars(chunk.bucket_groups[0].ddp_config), "overlap_grad_reduce", True),
