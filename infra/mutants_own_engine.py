@@ -34,8 +34,8 @@ OWN_ENGINE = (
         "own-engine-other-signature",
         "a method with another signature is found out in the middle of a run",
         "tasks/engine/own.py",
-        "        if inspect.isfunction(found) and _refuses(",
-        "        if False and _refuses(",
+        "        if inspect.isfunction(found) and refuses(",
+        "        if False and refuses(",
         _OWN,
     ),
     Mutant(

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -252,9 +253,15 @@ def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64
     return values, np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
 
 
-def row_views(column: pa.ChunkedArray) -> list[NDArray[np.generic]]:
+def list_column(rows: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
+    """A list column with one row per array, of elements of this type. There is at least one row."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows), kind))
+
+
+def row_views(column: pa.ChunkedArray) -> list[NDArray[Any]]:
     """One read-only array per row of a list column, each a view of the column's own memory."""
-    views: list[NDArray[np.generic]] = []
+    views: list[NDArray[Any]] = []
     for chunk in column.chunks:
         values, offsets = _values(chunk)
         bounds = offsets.tolist()

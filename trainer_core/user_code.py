@@ -13,7 +13,7 @@ import sysconfig
 import tomllib
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -131,6 +131,17 @@ def line_of(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         return ""  # its text names file and line
     return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
+
+
+def refuses(function: Callable[..., Any], *arguments: object) -> bool:
+    """True if a function cannot be called with so many arguments. Of one written in C only its call tells."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return True
+    except ValueError:
+        return False
+    return False
 
 
 def _module_file(function: UserFunction) -> Path:

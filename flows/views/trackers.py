@@ -24,7 +24,7 @@ from tasks.config.identity import Document, leaves
 from tasks.config.report import ReportSection
 from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
-from trainer_core.user_code import UserFunction, find_function, line_of
+from trainer_core.user_code import UserFunction, find_function, line_of, refuses
 
 _GROUP, _KEY = "ratchet.trackers", "report.trackers"
 _PROJECT = "ratchet"
@@ -130,23 +130,13 @@ def _check(target: UserFunction) -> None:
         fact = f"{_KEY} {target.name!r} cannot be imported: {why}"
         raise InputError(f"{fact}. Correct the file, or remove the key") from error
     place = f"{_KEY} {target.name!r} ({target.place})"
-    if not callable(found) or _refuses(found):
+    if not callable(found) or refuses(found):
         raise InputError(f"{place} cannot be called without arguments: name a class of a tracker, or a function")
     for method, given in _NEEDED.items() if isinstance(found, type) else ():
         function = inspect.getattr_static(found, method, None)
-        if not inspect.isfunction(function) or _refuses(function, None, None):
+        if not inspect.isfunction(function) or refuses(function, None, None):
             line = f", line {function.__code__.co_firstlineno}" if inspect.isfunction(function) else ""
             raise InputError(f"{place}{line}: a tracker needs a method {method}(self, x), which is given {given}")
-
-
-def _refuses(function: Callable[..., Any], *arguments: None) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return True
-    except ValueError:  # written in C: only a call tells
-        return False
-    return False
 
 
 class WandbTracker:

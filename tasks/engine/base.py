@@ -2,8 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +35,8 @@ from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.plan import WeightPlan, text_digest
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
     from trainer_core.weights.transports.ends import Receiver
@@ -255,20 +256,13 @@ class BaseEngine(EngineProtocol, ABC):
             raise unusable_weights(self._unusable)
 
 
-@contextmanager
-def _receiving(update: _Prepared, device: "torch.device") -> Iterator["Receiver"]:
-    """The end of the update's channel; the other ends are told of an error."""
-    from trainer_core.weights.transports.ends import open_receiver
+def _receiving(update: _Prepared, device: "torch.device") -> "AbstractContextManager[Receiver]":
+    """The end of the update's channel, for a block; the other ends are told of an error."""
+    from trainer_core.weights.transports.ends import open_receiver, receiving
 
     try:
         receiver = open_receiver(update.channel, update.plan, update.receiver, device)
     except RatchetError as error:
         fail(update.channel.folder, f"an engine cannot receive: {error}")
         raise
-    try:
-        yield receiver
-    except BaseException as error:
-        receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
-        raise
-    finally:
-        receiver.close()
+    return receiving(receiver)

@@ -30,7 +30,7 @@ from tasks.engine.protocol import (
     Increment,
 )
 from trainer_core.objectives.user_config import found_code
-from trainer_core.user_code import UserFunction, line_of
+from trainer_core.user_code import UserFunction, line_of, refuses
 
 _METHODS = {name: one for name, one in vars(EngineProtocol).items() if inspect.isfunction(one) and name[0] != "_"}
 _REASONS = ("stop", "length", "abort")
@@ -52,9 +52,9 @@ def load_engine(target: UserFunction) -> type[Any]:
     for name, method in {**_METHODS, **_abstract(kind)}.items():
         if (found := inspect.getattr_static(kind, name, None)) is None or found is method:
             raise _unlike(target, kind, f"has no method {name!r}", _form(name, method))
-        if inspect.isfunction(found) and _refuses(found, list(inspect.signature(method).parameters)):
+        if inspect.isfunction(found) and refuses(found, *inspect.signature(method).parameters):
             raise _unlike(target, found, f"has {name}{inspect.signature(found)}", _form(name, method))
-    if _refuses(kind, ["spec"]):
+    if refuses(kind, "spec"):
         raise _unlike(target, kind, f"is made with {inspect.signature(kind)}", "__init__(self, spec)")
     return kind
 
@@ -191,16 +191,6 @@ _CHECKS = {
 def _abstract(kind: type) -> dict[str, Callable[..., Any]]:
     """The methods that a subclass of `BaseEngine` must have besides."""
     return {name: vars(BaseEngine)[name] for name in BaseEngine.__abstractmethods__ if issubclass(kind, BaseEngine)}
-
-
-def _refuses(function: Callable[..., Any], arguments: list[str]) -> bool:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return True
-    except ValueError:  # written in C: its call tells
-        return False
-    return False
 
 
 def _form(name: str, method: Callable[..., Any]) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from storage.parts import list_column
 from storage.schema import ROLLOUT, TURN
 from storage.turns import UNKNOWN
 from tasks.data.chat import ASSISTANT
@@ -90,10 +91,6 @@ def columns_of(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
     rows = [one.columns() for one in trajectories]
     known = {field.name: None for field in TURN}
     turns = [[{**known, **turn} for turn in row["turns"]] for row in rows]
-    named = {name: _lists([row[name] for row in rows], name) for name in ("prompt_tokens", *_EMPTY)}
+    types = {name: ROLLOUT.field(name).type.value_type for name in ("prompt_tokens", *_EMPTY)}
+    named = {name: list_column([row[name] for row in rows], kind) for name, kind in types.items()}
     return {**named, "turns": pa.array(turns, ROLLOUT.field("turns").type)}
-
-
-def _lists(rows: Sequence[NDArray[Any]], name: str) -> pa.ListArray:
-    offsets, kind = np.cumsum([0, *map(len, rows)], dtype=np.int32), ROLLOUT.field(name).type.value_type
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows), kind))

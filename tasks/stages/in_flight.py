@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from storage.digest import value_digest
 from storage.manifest import Part
-from storage.parts import read_parts, row_views
+from storage.parts import list_column, read_parts, row_views
 from storage.schema import ROLLOUT, fingerprint
 from storage.turns import finish_reasons, of_each_token, one_turn
 from storage.unfinished import find_piece, keep_piece, piece_key
@@ -190,7 +190,10 @@ class Flight:
             self._fresh(name, tokens, position, 0)
             for some in found
             for name, tokens, position in zip(
-                some.prompts["prompt_id"].to_pylist(), _rows(some.prompts["prompt_tokens"]), some.positions, strict=True
+                some.prompts["prompt_id"].to_pylist(),
+                row_views(some.prompts["prompt_tokens"]),
+                some.positions,
+                strict=True,
             )
         ]
         still_open = sorted((*(one for one in go_on if not one.complete), *again, *new), key=lambda one: one.position)
@@ -273,7 +276,7 @@ class Flight:
     def _sampled(self, piece: _Piece, completions: pa.RecordBatch) -> pa.Table:
         """The open responses of a piece as they are now."""
         found = pa.Table.from_batches([completions])
-        tokens, logprobs = (_rows(found[name]) for name in ("response_tokens", "logprobs"))
+        tokens, logprobs = (row_views(found[name]) for name in ("response_tokens", "logprobs"))
         reasons = found["finish_reason"].to_pylist()
         rows = zip(piece.rows, tokens, logprobs, reasons, strict=True)
         return self.table(
@@ -294,18 +297,18 @@ class Flight:
 
     def table(self, rows: Sequence[Row]) -> pa.Table:
         """The table of responses with their numbers within their prompts."""
-        responses = _lists([one.begun.tokens for _, _, one in rows], pa.int32())
+        responses = list_column([one.begun.tokens for _, _, one in rows], pa.int32())
         reasons = pa.array([one.reason for _, _, one in rows], pa.string())
         columns = {
             "prompt_id": pa.array([group.prompt_id for group, _, _ in rows]),
             "sample_id": pa.array([number for _, number, _ in rows]),
             "position": pa.array([group.position for group, _, _ in rows]),
             "again": pa.array([group.again for group, _, _ in rows]),
-            "prompt_tokens": _lists([np.asarray(group.prompt) for group, _, _ in rows], pa.int32()),
+            "prompt_tokens": list_column([np.asarray(group.prompt) for group, _, _ in rows], pa.int32()),
             "response_tokens": responses,
             "sampled": of_each_token(responses, pa.scalar(True)),
-            "logprobs": _lists([one.begun.logprobs for _, _, one in rows], pa.float32()),
-            "weight_version": _lists([one.versions for _, _, one in rows], pa.int32()),
+            "logprobs": list_column([one.begun.logprobs for _, _, one in rows], pa.float32()),
+            "weight_version": list_column([one.versions for _, _, one in rows], pa.int32()),
             "turns": one_turn(responses.value_lengths().to_numpy(), reasons),
             "seed": pa.array([one.seed for _, _, one in rows], pa.int64()),
         }
@@ -328,7 +331,7 @@ def _parted(groups: Iterable[GroupInFlight]) -> tuple[list[GroupInFlight], list[
 
 
 def _groups(table: pa.Table) -> list[GroupInFlight]:
-    prompts = _rows(table["prompt_tokens"])
+    prompts = row_views(table["prompt_tokens"])
     columns = (table[name].to_pylist() for name in ("position", "again", "prompt_id"))
     found = zip(*columns, prompts, _responses(table), strict=True)
     return [
@@ -338,17 +341,8 @@ def _groups(table: pa.Table) -> list[GroupInFlight]:
 
 
 def _responses(table: pa.Table) -> list[ResponseInFlight]:
-    tokens, logprobs, versions = (_rows(table[name]) for name in ("response_tokens", "logprobs", "weight_version"))
+    tokens, logprobs, versions = (row_views(table[name]) for name in ("response_tokens", "logprobs", "weight_version"))
     found = zip(
         table["seed"].to_pylist(), tokens, logprobs, versions, finish_reasons(table["turns"]).to_pylist(), strict=True
     )
     return [ResponseInFlight(seed, Begun(ids, values), by, why) for seed, ids, values, by, why in found]
-
-
-def _rows(column: pa.ChunkedArray) -> list[NDArray[Any]]:
-    return list(row_views(column))
-
-
-def _lists(rows: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.ListArray:
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows), kind))

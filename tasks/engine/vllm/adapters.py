@@ -18,14 +18,14 @@ from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
-from storage.errors import RatchetError, SyncMismatch
+from storage.errors import SyncMismatch
 from tasks.engine.vllm.survey import named_digests
 from tasks.engine.vllm.update import Report, check_layout
 from trainer_core.lora import LoraConfig, factor_name, is_target, module_of
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.plan import WeightPlan
-from trainer_core.weights.transports.ends import Receiver
+from trainer_core.weights.transports.ends import Receiver, receiving
 
 _FIRST = 1000  # id of an engine's first adapter; those before are of vLLM's warm-up
 
@@ -111,14 +111,8 @@ class AdapterUpdate:
     def receive(self, receiver: Receiver) -> Report:
         """Receive the adapter, put it into the slot and compare what is there with what arrived; raises as
         `EngineProtocol.receive_update`."""
-        try:
-            with torch.no_grad():
-                return self._receive(receiver)
-        except BaseException as error:
-            receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
-            raise
-        finally:
-            receiver.close()
+        with receiving(receiver), torch.no_grad():
+            return self._receive(receiver)
 
     def _receive(self, receiver: Receiver) -> Report:
         began, planned, arrived = time.perf_counter(), tensors_of(self._plan), dict[str, torch.Tensor]()

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from storage.errors import InputError, SyncMismatch, WorkerLost
+from storage.parts import list_column
 from tasks.config.environment import set_engine_meeting_place
 from tasks.engine.protocol import (
     COMPLETIONS,
@@ -376,13 +377,8 @@ def _completions(answers: Sequence["Answer"], begun: Sequence[Begun]) -> pa.Reco
     rest = (Begun(answer.token_ids, answer.logprobs) for answer in answers)
     whole = [one.grown(more) for one, more in zip(begun, rest, strict=True)]
     columns = [
-        _lists([one.tokens for one in whole], pa.int32()),
-        _lists([one.logprobs for one in whole], pa.float32()),
+        list_column([one.tokens for one in whole], pa.int32()),
+        list_column([one.logprobs for one in whole], pa.float32()),
         pa.array([answer.finish_reason for answer in answers], pa.string()),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=COMPLETIONS)
-
-
-def _lists(rows: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.Array:
-    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows), kind))

@@ -50,47 +50,11 @@ class _Loadable(Protocol):
         ...
 
 
-class Lane(Protocol):
-    keeps_views: bool  # True if loaders may read a tensor later, so that it must not lie in an arena
-
-    def begin(self) -> None:
-        """Prepare the model; from now on it must not compute."""
-        ...
-
-    def load(self, arriving: Arriving) -> set[str]:
-        """Load everything; names of the parameters it went to, as far as loaders report them. Raises SyncMismatch:
-        loaders failed, or stopped too early."""
-        ...
-
-    def finish(self) -> None:
-        """Derive from the parameters what kernels use."""
-        ...
-
-    def look(self) -> None:
-        """Begin to see what the parameters hold, after `finish`; a card is not waited for."""
-        ...
-
-    def landed(self) -> dict[str, str]:
-        """Digest of the part of each tensor that was found in a parameter, by name of the checkpoint's tensor; after
-        `look`.
-        """
-        ...
-
-    def quantized(self) -> dict[str, str]:
-        """Digest of all that kernels read as FP8 numbers and scales, by name; after `finish`. Raises SyncMismatch: they
-        were not made from the update's weights."""
-        ...
-
-    def abandon(self) -> None:
-        """Leave the model in a state in which the next update can begin."""
-        ...
-
-
 class InPlace:
     """vLLM's loaders write into the live parameters, which kernels use as they are. CUDA graphs stay valid: storage is
     never replaced."""
 
-    keeps_views = False
+    keeps_views = False  # True if loaders may read a tensor later, so that it must not lie in an arena
 
     def __init__(self, survey: Survey, config: VllmConfig) -> None:
         self._model, self._config, self._latent = survey.model, config, survey.latent
@@ -98,12 +62,15 @@ class InPlace:
         self._begun: BegunDigests | None = None
 
     def begin(self) -> None:
-        """See `Lane.begin`: all is prepared."""
+        """Prepare the model; from now on it must not compute."""
 
     def load(self, arriving: Arriving) -> set[str]:
+        """Load everything; names of the parameters it went to, as far as loaders report them. Raises SyncMismatch:
+        loaders failed, or stopped too early."""
         return by_loaders(self._model, arriving)
 
     def finish(self) -> None:
+        """Derive from the parameters what kernels use."""
         if self._latent:
             with set_current_vllm_config(self._config):
                 for layer in self._latent.values():  # it multiplies by matrices that it derives from kv_b_proj
@@ -111,10 +78,12 @@ class InPlace:
             _check_derived(self._latent)
 
     def look(self) -> None:
+        """Begin to see what the parameters hold, after `finish`; a card is not waited for."""
         self._begun = self._digests.begin()
 
     def landed(self) -> dict[str, str]:
-        """Raises SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one."""
+        """Digest of the part of each tensor that was found in a parameter, by name of the checkpoint's tensor; after
+        `look`. Raises SyncMismatch: a parameter was moved, so that CUDA graphs would read the old one."""
         now = addresses(self._model)
         if moved := [key for key, address in now.items() if address != self._storage.get(key)]:
             paths = {id(layer): path for path, layer in named_layers(self._model).items()}
@@ -123,11 +92,12 @@ class InPlace:
         return {} if self._begun is None else dict(zip(self._parts, self._begun.read(), strict=True))
 
     def quantized(self) -> dict[str, str]:
-        """See `Lane.quantized`: kernels read the weights themselves."""
+        """Digest of all that kernels read as FP8 numbers and scales, by name; after `finish`. Raises SyncMismatch: they
+        were not made from the update's weights."""
         return {}
 
     def abandon(self) -> None:
-        """See `Lane.abandon`: the next update writes over everything."""
+        """Leave the model in a state in which the next update can begin: it writes over everything."""
 
 
 class ByTable(InPlace):
@@ -140,7 +110,7 @@ class ByTable(InPlace):
         self._copies = {number: PlannedCopies(own, survey) for number, own in planned.items()}
 
     def load(self, arriving: Arriving) -> set[str]:
-        """See `Lane.load`; there are no loaders to report anything."""
+        """See `InPlace.load`; there are no loaders to report anything."""
         for bucket in arriving:
             self._copies[bucket.number].write(bucket.buffer)
         return set()
@@ -176,10 +146,17 @@ class LayerWise:
         return by_loaders(self._model, arriving)
 
     def finish(self) -> None:
-        self._close()
+        try:
+            finalize_layerwise_reload(self._model, self._config.model_config)
+            for layer, method in self._tied:
+                method.process_weights_after_loading(layer)
+        finally:
+            for method in self._observed:
+                del vars(method)["process_weights_after_loading"]
+            self._observed = []
 
     def look(self) -> None:
-        """See `Lane.look`: at what no post-processing has shown."""
+        """See `InPlace.look`: at what no post-processing has shown."""
         unprocessed = [name for layer, names in self._names.items() if processing(layer) is None for name in names]
         self._landed |= found(named_layers(self._model), self._landing, unprocessed)
 
@@ -190,8 +167,8 @@ class LayerWise:
         return self._fp8.check()
 
     def abandon(self) -> None:
-        """See `Lane.abandon`: half-filled layers would count as filled in the next update."""
-        self._close()
+        """See `InPlace.abandon`: half-filled layers would count as filled in the next update."""
+        self.finish()
 
     def _observe(self, method: QuantizeMethodBase) -> None:
         process = method.process_weights_after_loading
@@ -205,15 +182,8 @@ class LayerWise:
         self._observed.append(method)
         vars(method)["process_weights_after_loading"] = look_and_process
 
-    def _close(self) -> None:
-        try:
-            finalize_layerwise_reload(self._model, self._config.model_config)
-            for layer, method in self._tied:
-                method.process_weights_after_loading(layer)
-        finally:
-            for method in self._observed:
-                del vars(method)["process_weights_after_loading"]
-            self._observed = []
+
+Lane = InPlace | LayerWise
 
 
 def lane_of(survey: Survey, config: VllmConfig, planned: Planned, followed: bool) -> Lane:

@@ -14,14 +14,14 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 
-from storage.errors import RatchetError, SyncMismatch
+from storage.errors import SyncMismatch
 from tasks.engine.vllm.landing import part_of
 from tasks.engine.vllm.loading import Arriving, Lane, Parcel
 from tasks.engine.vllm.survey import Survey, model_device
 from trainer_core.weights.digest import BegunDigests, Cut, Outline, PlannedDigests, Whole, thought_of
 from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
-from trainer_core.weights.transports.ends import Receiver
+from trainer_core.weights.transports.ends import Receiver, receiving
 
 _SHOWN = 4  # names spelled out in a message
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -77,15 +77,12 @@ class Update:
     def receive(self, receiver: Receiver) -> Report:
         """Load what arrives, and compare what landed with it; raises as `EngineProtocol.receive_update`."""
         try:
-            with torch.no_grad():
+            with receiving(receiver), torch.no_grad():
                 return self._receive(receiver)
-        except BaseException as error:
-            receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
+        except BaseException:
             if self.written:
                 self._lane.abandon()
             raise
-        finally:
-            receiver.close()
 
     def _receive(self, receiver: Receiver) -> Report:
         first = self._arena(receiver, self._plan.buckets[0])

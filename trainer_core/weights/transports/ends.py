@@ -1,10 +1,12 @@
 """The two ends of a channel, whatever its transport, and how one is chosen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
+from storage.errors import RatchetError
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.transports.collective import CollectiveReceiver, CollectiveSender
@@ -50,6 +52,18 @@ class Receiver(End, Protocol):
 
     def release(self, bucket: Bucket) -> None:
         """Let the sender use the arena again, once the device has read it."""
+
+
+@contextmanager
+def receiving(receiver: Receiver) -> Iterator[Receiver]:
+    """Block in which an engine reads what arrives. The other ends are told of an error; the end is closed."""
+    try:
+        yield receiver
+    except BaseException as error:
+        receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
+        raise
+    finally:
+        receiver.close()
 
 
 def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:
