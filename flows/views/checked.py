@@ -20,7 +20,7 @@ from tasks.data.tokenizer import TextCodec
 from tasks.model_checks.objective import other_parameters
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
-from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, judge_bytes, rank_bytes
+from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, rank_bytes
 from tasks.workers.scratch import check_folders
 from trainer_core.config import Device
 
@@ -62,7 +62,8 @@ def needs_of(
     return Needs(
         device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=parameters,
         reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters, teacher, critic),
-        engine_bytes=engine_bytes(config, parameters), judge_bytes=judge_bytes(config, judge),
+        engine_bytes=engine_bytes(config.engine, parameters),
+        judge_bytes=0 if config.engines is None else engine_bytes(config.engines.judge, judge),
         stored_bytes=(parameters + teacher + judge + critic) * weight + prompt_bytes,
         state_bytes=(parameters + (0 if config.train.critic is None else critic or parameters)) * (weight + optimizer),
         states_kept=_states_kept(config),

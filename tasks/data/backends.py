@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol: that of a generated model, by `tokenizers` alone, and any other, by transformers.
+"""Tokenizers with the same methods: that of a generated model, by `tokenizers` alone, and any other, by transformers.
 
 transformers knows what the makers of a model meant: which class reads its files, what begins a text, and the chat
 template. Its import takes seconds, and a generated model's tokenizer is the same without it."""
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
@@ -60,64 +60,16 @@ class Special:
     all: frozenset[int]
 
 
-class Backend(Protocol):
-    """A tokenizer."""
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        ...
-
-    @property
-    def special(self) -> Special:
-        """Its special tokens."""
-        ...
-
-    @property
-    def template(self) -> str | None:
-        """Its chat template, or all of several; None if it cannot render messages."""
-        ...
-
-    def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
-        """Token ids of each text; with `special`, between the tokens that the tokenizer puts around a text."""
-        ...
-
-    def decode(self, rows: list[list[int]]) -> list[str]:
-        """Texts of rows of token ids, special tokens included."""
-        ...
-
-    def token_id(self, text: str) -> int | None:
-        """The id of the token with this text; None if there is none."""
-        ...
-
-    def token_text(self, token: int) -> str:
-        """A token as the tokenizer writes it, empty if there is none of that id."""
-        ...
-
-    def render(self, chat: Chat, answering: bool) -> str:
-        """Messages as text; raises InputError."""
-        ...
-
-
-def read_backend(directory: Path) -> Backend:
-    """The tokenizer of a Hugging Face directory, whose code is not run. Raises InputError: there is none to read."""
-    generated = _is_generated(directory)
-    if not any((directory / name).is_file() for name in (_TOKENIZERS[:1] if generated else _TOKENIZERS)):
-        raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
-    if generated:
-        return Plain(Tokenizer.from_file(str(directory / "tokenizer.json")))
-    return Makers(_of_transformers(directory))
-
-
 @dataclass(frozen=True)
 class Plain:
     """A tokenizer without chat template, by `tokenizers` alone."""
 
     tokenizer: Tokenizer
-    template: str | None = None
+    template: str | None = None  # chat template, or all of several; None if it cannot render messages
 
     @property
     def size(self) -> int:
+        """Number of tokens."""
         return self.tokenizer.get_vocab_size()
 
     @property
@@ -126,18 +78,23 @@ class Plain:
         return Special(found(STOP), None, found(PAD), found(UNKNOWN), special_tokens(self.tokenizer))
 
     def encode(self, texts: list[str], special: bool = False) -> list[list[int]]:
+        """Token ids of each text; with `special`, between the tokens that the tokenizer puts around a text."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
+        """Texts of rows of token ids, special tokens included."""
         return self.tokenizer.decode_batch(rows, skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
+        """The id of the token with this text; None if there is none."""
         return self.tokenizer.token_to_id(text)
 
     def token_text(self, token: int) -> str:
+        """A token as the tokenizer writes it, empty if there is none of that id."""
         return self.tokenizer.id_to_token(token) or ""
 
     def render(self, chat: Chat, answering: bool) -> str:
+        """Messages as text. Raises InputError."""
         raise InputError(_NO_TEMPLATE)
 
 
@@ -189,6 +146,19 @@ class Makers:
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's makers
             said = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
             raise InputError(f"the tokenizer's chat template refuses the messages: {said}") from None
+
+
+Backend = Plain | Makers
+
+
+def read_backend(directory: Path) -> Backend:
+    """The tokenizer of a Hugging Face directory, whose code is not run. Raises InputError: there is none to read."""
+    generated = _is_generated(directory)
+    if not any((directory / name).is_file() for name in (_TOKENIZERS[:1] if generated else _TOKENIZERS)):
+        raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
+    if generated:
+        return Plain(Tokenizer.from_file(str(directory / "tokenizer.json")))
+    return Makers(_of_transformers(directory))
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:

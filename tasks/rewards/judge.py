@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from storage.digest import value_digest
 from storage.errors import InputError, RatchetError
-from storage.exchanges import Exchange
+from storage.exchanges import Exchange, RunExchanges
 from tasks.rewards.answering import LONGEST_WAIT_S, Address, Respondent, Unanswered
 from tasks.rewards.reward_model import RewardModel
 from tasks.rewards.sample import Score, failed
@@ -30,15 +30,9 @@ _FIRST_WAIT_S = 0.25
 _OF_AN_ADDRESS = ("model", "api_key", "seconds", "per_minute")
 
 
-class Exchanges(Protocol):
-    """A store of exchanges by the digest of what was asked."""
-
-    def find(self, digest: str) -> Exchange | None: ...
-
-    def keep(self, digest: str, exchange: Exchange) -> Exchange: ...
-
-
 class Remembered(dict[str, Exchange]):
+    """Exchanges that are kept by this process alone."""
+
     def find(self, digest: str) -> Exchange | None:
         return self.get(digest)
 
@@ -142,7 +136,7 @@ class _Asking:
 
     judge: Judge
     respondent: Respondent
-    exchanges: Exchanges
+    exchanges: RunExchanges | Remembered
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
     _pace: threading.Lock = field(default_factory=threading.Lock)
     _next: float = 0.0
@@ -202,7 +196,7 @@ class _Asking:
 class Judges:
     """Exchanges and engine of the judges of a run."""
 
-    exchanges: Exchanges = field(default_factory=Remembered)
+    exchanges: RunExchanges | Remembered = field(default_factory=Remembered)
     engine: Respondent | None = None
     """The run's engine for a judge without a URL; None if it has none."""
     model: RewardModel | None = None

@@ -21,17 +21,8 @@ and of evaluations."""
 
 def sampling(work: Work, prepared: Prepared) -> Sampling:
     """Sampling parameters of the run."""
-    section = work.config.rollout
-    stop = text_codec(work.context, prepared).stop_tokens
-    return Sampling(
-        temperature=section.temperature,
-        top_p=section.top_p,
-        top_k=section.top_k,
-        min_p=section.min_p,
-        max_tokens=section.max_tokens,
-        stop_token_ids=stop,
-        stop=section.stop,
-    )
+    given = work.config.rollout.model_dump(include=set(Sampling.model_fields))
+    return Sampling(**given, stop_token_ids=text_codec(work.context, prepared).stop_tokens)
 
 
 def sample_seed(run_seed: int, position: int, sample: int, again: int = 0, redrawn: int = 0) -> int:

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from storage.errors import InputError
-from tasks.config.run import RunConfig
+from tasks.config.engines import JudgeEngine
+from tasks.config.run import EngineSection, RunConfig
 from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU
 from tasks.workers.placement import Placement
 from trainer_core.config import Precision
@@ -26,19 +27,10 @@ def rank_bytes(config: RunConfig, parameters: int, teacher: int = 0, critic: int
     return round((learning * trained + held * weight) / (parallel.tensor * parallel.pipeline))
 
 
-def engine_bytes(config: RunConfig, parameters: int) -> int:
+def engine_bytes(section: EngineSection | JudgeEngine, parameters: int) -> int:
     """Memory of one engine: weights, and the key-value cache, which on a card takes what is free if it is not given."""
-    mib = config.engine.kv_cache_mib
-    return parameters * WEIGHT[config.engine.precision] + (KV_CACHE_BYTES_ON_CPU if mib is None else mib << 20)
-
-
-def judge_bytes(config: RunConfig, parameters: int) -> int:
-    """The same of the engine that judges, whose model has so many parameters; 0 without one."""
-    if config.engines is None:
-        return 0
-    section = config.engines.judge
-    cache = KV_CACHE_BYTES_ON_CPU if section.kv_cache_mib is None else section.kv_cache_mib << 20
-    return parameters * WEIGHT[section.precision] + cache
+    mib = section.kv_cache_mib
+    return parameters * WEIGHT[section.precision] + (KV_CACHE_BYTES_ON_CPU if mib is None else mib << 20)
 
 
 def check_room(
