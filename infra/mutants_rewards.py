@@ -72,8 +72,8 @@ REWARDS = (
         "reward-in-our-process",
         "a function that may hang runs in the process that drives the run",
         "tasks/rewards/scoring.py",
-        "    if section.processes or order.target.needs_process:\n",
-        "    if section.processes or (order.target.needs_process and order.target.version is None):\n",
+        "    if section.processes or order.target.traits.needs_process:\n",
+        "    if section.processes or (order.target.traits.needs_process and order.target.version is None):\n",
         _POOL,
     ),
     Mutant(

@@ -199,7 +199,7 @@ def _check_asked(config: RunConfig) -> None:
     scores = config.environment is None and (config.scores if config.retrain is None else config.retrain.rescore)
     asking = own_judges(config.reward) if scores else []
     if asking and config.engines is None:
-        if find_reward(asking[0].function, asking[0].key).values:
+        if find_reward(asking[0].function, asking[0].key).traits.values:
             fact = f"{asking[0].key} = {asking[0].function!r} has no model that scores"
             raise InputError(f"{fact}: give the folder of a reward model as engines.judge.source")
         raise InputError(
@@ -219,7 +219,7 @@ def _check_kind(config: RunConfig, judge: Facts | None) -> None:
     if judge is None:
         return
     for part in own_judges(config.reward):
-        if (wants := find_reward(part.function, part.key).values) == is_classifier(judge):
+        if (wants := find_reward(part.function, part.key).traits.values) == is_classifier(judge):
             continue
         fact = f"{part.key} = {part.function!r} needs {'a reward model' if wants else 'a chat model'}"
         there = f"{fact}, and engines.judge.source is a {architecture_of(judge, KEYS['judge'])}"

@@ -46,7 +46,7 @@ def condition_of(table: pa.Table, section: RewardSection, given: str | None) -> 
     nothing says which answers pass: then there is a mean reward, and no pass rate."""
     if given is not None:
         return given
-    graded = any(find_reward(part.function).graded for part in section.parts)
+    graded = any(find_reward(part.function).traits.graded for part in section.parts)
     rewards = _rewards(table)
     return EXACT if len(rewards) and not graded and np.isin(rewards, (0.0, 1.0)).all() else None
 

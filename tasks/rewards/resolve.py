@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import JsonValue
 
@@ -10,20 +10,27 @@ from tasks.config.credentials import referenced
 from tasks.config.environment import resolve
 from trainer_core.user_code import UserFunction, find_function
 
-VERSIONS: Mapping[str, int] = {
-    "tasks.rewards.match:exact_match": 1,
-    "tasks.rewards.match:characters": 1,
-    "tasks.rewards.match:regex": 1,
-    "tasks.rewards.math:math_verify": 1,
-    "tasks.rewards.code:code_tests": 1,
-    "tasks.rewards.judge:judge": 1,
-    "tasks.rewards.reward_model:reward_model": 1,
-}  # our own functions. A change that makes one score differently raises its version.
-_VALUES = {"tasks.rewards.reward_model:reward_model"}
-_GRADED = {"tasks.rewards.match:characters", *_VALUES}
-_IN_SANDBOX = {"tasks.rewards.code:code_tests"}
-_ASKS = {"tasks.rewards.judge:judge", *_VALUES}
-_CANNOT_HANG = {"tasks.rewards.match:exact_match", "tasks.rewards.match:characters", *_ASKS}
+
+class Traits(NamedTuple):
+    """Facts about a reward function. A change that makes one of ours score differently raises its version."""
+
+    version: int | None = 1  # None for others than ours
+    graded: bool = False  # True if it is known to give more than 0 and 1
+    needs_sandbox: bool = False  # True if it runs programs of the policy
+    asks: bool = False  # True if it asks a judge or a reward model, with deadlines of its own
+    values: bool = False  # True if a reward model scores, which is given token ids
+    needs_process: bool = True  # True if it may hang, crash or change the calling process
+
+
+OURS: Mapping[str, Traits] = {
+    "tasks.rewards.match:exact_match": Traits(needs_process=False),
+    "tasks.rewards.match:characters": Traits(graded=True, needs_process=False),
+    "tasks.rewards.match:regex": Traits(),
+    "tasks.rewards.math:math_verify": Traits(),
+    "tasks.rewards.code:code_tests": Traits(needs_sandbox=True),
+    "tasks.rewards.judge:judge": Traits(asks=True, needs_process=False),
+    "tasks.rewards.reward_model:reward_model": Traits(graded=True, asks=True, values=True, needs_process=False),
+}
 
 
 class Target(UserFunction):
@@ -35,34 +42,13 @@ class Target(UserFunction):
         return f"{self.place}:{self.attribute}"
 
     @property
+    def traits(self) -> Traits:
+        return OURS.get(self.path, Traits(version=None))
+
+    @property
     def version(self) -> int | None:
         """Of one of our own functions; None for others."""
-        return VERSIONS.get(self.path)
-
-    @property
-    def graded(self) -> bool:
-        """True if it is known to give more than 0 and 1."""
-        return self.path in _GRADED
-
-    @property
-    def needs_sandbox(self) -> bool:
-        """True if it runs programs of the policy."""
-        return self.path in _IN_SANDBOX
-
-    @property
-    def asks(self) -> bool:
-        """True if it asks a judge or a reward model, with deadlines of its own."""
-        return self.path in _ASKS
-
-    @property
-    def values(self) -> bool:
-        """True if a reward model scores, which is given token ids."""
-        return self.path in _VALUES
-
-    @property
-    def needs_process(self) -> bool:
-        """True if it must not run in the calling process: it may hang, crash or change that process."""
-        return self.path not in _CANNOT_HANG
+        return self.traits.version
 
 
 def find_reward(name: str, key: str = "reward.function") -> Target:

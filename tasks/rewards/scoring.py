@@ -67,20 +67,20 @@ def order_of(section: RewardSection, part: RewardFunction) -> ScoringOrder:
 
 def scoring_processes(section: RewardSection) -> int:
     """Number of processes that score at once; 0 if the calling process does."""
-    return section.processes or int(any(find_reward(part.function).needs_process for part in section.parts))
+    return section.processes or int(any(find_reward(part.function).traits.needs_process for part in section.parts))
 
 
 def notices(section: RewardSection) -> list[str]:
     """Notices for people about the scoring of responses."""
     if section.tried and own_judges(section):
-        kind = "reward model" if any(find_reward(part.function).values for part in section.parts) else "judge"
+        kind = "reward model" if any(find_reward(part.function).traits.values for part in section.parts) else "judge"
         return [f"the reward is not called on records before the run: its {kind} is an engine that starts with the run"]
     return [] if section.tried else ["reward.try is false: the reward is not called on records before the run"]
 
 
 def own_judges(section: RewardSection) -> list[RewardFunction]:
     """The functions of the section that ask the run's engine `[engines.judge]`, a judge or a reward model."""
-    asking = [part for part in section.parts if find_reward(part.function, part.key).asks]
+    asking = [part for part in section.parts if find_reward(part.function, part.key).traits.asks]
     return [part for part in asking if "url" not in part.arguments]
 
 
@@ -131,13 +131,13 @@ def _scored(
 ) -> Scored:
     order = order_of(section, part)
     version = order.target.version
-    if order.target.values:
+    if order.target.traits.values:
         return Scored([*valued([one.whole for one in responses], judges.model)], f"version {version}")
-    if order.target.asks:
+    if order.target.traits.asks:
         asked = [(one.record, one.text) for one in responses]
         found = judged(values_of(order.arguments), asked, judges, allowed, without_secrets)
         return Scored(found, f"version {version}")
-    if section.processes or order.target.needs_process:
+    if section.processes or order.target.traits.needs_process:
         scored = score_in_processes(order, responses, max(section.processes, 1), allowed)
     else:
         scored = Scored(_scored_here(order, responses), "")

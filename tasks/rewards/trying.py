@@ -64,11 +64,11 @@ def _checked(document: str) -> None:
         raise InputError("\n".join(found))
     for part in section.parts:
         order = order_of(section, part)
-        if order.target.needs_sandbox:
+        if order.target.traits.needs_sandbox:
             check_sandbox()
             _check_seconds(section, part)
         try:
-            if order.target.asks and not order.target.values:
+            if order.target.traits.asks and not order.target.traits.values:
                 Judge.of(values_of(part.arguments))
             if order.target.version is not None:
                 parameters_of(own_function(order.target), values_of(part.arguments), part.batch)

@@ -16,7 +16,7 @@ from tasks.config.reward import RewardSection
 from tasks.rewards import answers, match, math, notation
 from tasks.rewards.match import characters, exact_match, regex
 from tasks.rewards.pool import Response
-from tasks.rewards.resolve import VERSIONS, find_reward
+from tasks.rewards.resolve import OURS, find_reward
 from tasks.rewards.scoring import score_responses, scoring_processes, sources_of
 from tests.tasks.rewards.misbehaving import RETURNED
 from tests.tasks.rewards.orders import HELPERS, RECORD, order, responses, scores
@@ -65,7 +65,7 @@ CONTENT = {
 
 
 def test_our_functions_do_not_change_by_accident():
-    assert dict.fromkeys(VERSIONS, 1) == VERSIONS
+    assert {traits.version for traits in OURS.values()} == {1}
     assert {module.__name__: file_digest(Path(module.__file__))[0] for module in CONTENT} == {
         module.__name__: digest for module, digest in CONTENT.items()
     }
