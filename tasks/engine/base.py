@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage.errors import RatchetError, SyncMismatch
+from storage.errors import SyncMismatch
 from tasks.data.backends import read_backend, token_bytes
 from tasks.engine import protocol
 from tasks.engine.ends import complete_after
@@ -31,15 +31,11 @@ from tasks.engine.protocol import (
     TokenIds,
     unusable_weights,
 )
-from trainer_core.weights.channel import Channel, fail
+from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan, text_digest
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
-
-    from trainer_core.weights.transports.ends import Receiver
 
 
 class Response(NamedTuple):
@@ -154,14 +150,17 @@ class BaseEngine(EngineProtocol, ABC):
     def receive_update(self) -> Arrived:
         if self._update is None:
             raise SyncMismatch("no weight update was prepared, so none can be received; sync the weights again")
+        from trainer_core.weights.transports.ends import receiving
+
         live, began, digests = self.parameters(), time.monotonic(), dict[str, str]()
-        with _receiving(self._update, next(iter(live.values())).device) as receiver:
-            for bucket in self._update.plan.buckets:
+        plan, channel, number = self._update
+        with receiving(channel, plan, number, next(iter(live.values())).device) as receiver:
+            for bucket in plan.buckets:
                 arena = receiver.arena(bucket)
                 self._unusable = "a weight update began and did not finish"
                 digests |= self._written(bucket.number, arena, live)
                 receiver.release(bucket)
-        size, seconds = self._update.plan.nbytes, {"load": time.monotonic() - began}
+        size, seconds = plan.nbytes, {"load": time.monotonic() - began}
         self._arrived = Arrived(digests=digests, landed=len(digests), bytes=size, seconds=seconds)
         return self._arrived
 
@@ -254,15 +253,3 @@ class BaseEngine(EngineProtocol, ABC):
     def _check_usable(self) -> None:
         if self._unusable:
             raise unusable_weights(self._unusable)
-
-
-def _receiving(update: _Prepared, device: "torch.device") -> "AbstractContextManager[Receiver]":
-    """The end of the update's channel, for a block; the other ends are told of an error."""
-    from trainer_core.weights.transports.ends import open_receiver, receiving
-
-    try:
-        receiver = open_receiver(update.channel, update.plan, update.receiver, device)
-    except RatchetError as error:
-        fail(update.channel.folder, f"an engine cannot receive: {error}")
-        raise
-    return receiving(receiver)

@@ -97,9 +97,10 @@ class FaultyEngine(Engine):
         """Tokens and log-probabilities that the scheduler keeps, by request that it knows."""
         scheduler = self._core._client.engine_core.scheduler
         rows = scheduler._rows
-        as_row = {name: rows.sampled_as_row(name) if name in rows else 0 for name in scheduler._responses}
+        places = {name: rows.places_of([name])[0] for name in scheduler._responses if name in rows}
+        as_row = {name: len(rows.sampled(place)[0]) for name, place in places.items()}
         return {
-            name: (len(response.tokens) + as_row[name], len(response.logprobs) + as_row[name])
+            name: (len(response.tokens) + as_row.get(name, 0), len(response.logprobs) + as_row.get(name, 0))
             for name, response in scheduler._responses.items()
         }
 

@@ -6,7 +6,7 @@ with an id of its own, so that nothing which vLLM keeps by id belongs to another
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from trainer_core.lora import LoraConfig, factor_name, is_target, module_of
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.packing import tensors_of, views
 from trainer_core.weights.plan import WeightPlan
-from trainer_core.weights.transports.ends import Receiver, receiving
+from trainer_core.weights.transports.ends import Receiver
 
 _FIRST = 1000  # id of an engine's first adapter; those before are of vLLM's warm-up
 
@@ -108,10 +108,10 @@ class AdapterUpdate:
         _check(plan, self._slots, config)
         self.written = False  # True if the previous adapter is gone
 
-    def receive(self, receiver: Receiver) -> Report:
+    def receive(self, opened: AbstractContextManager[Receiver]) -> Report:
         """Receive the adapter, put it into the slot and compare what is there with what arrived; raises as
         `EngineProtocol.receive_update`."""
-        with receiving(receiver), torch.no_grad():
+        with opened as receiver, torch.no_grad():
             return self._receive(receiver)
 
     def _receive(self, receiver: Receiver) -> Report:

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLine
 
 from storage.errors import SyncMismatch
 from tasks.engine.vllm.landing import Layers
+from tasks.engine.vllm.survey import named_digests
 from trainer_core.weights.digest import tensor_digests
 
 LARGEST = 448.0  # number of FP8 (four bits of exponent, three of mantissa)
@@ -62,8 +63,7 @@ class Fp8Layers:
 
     def held(self) -> dict[str, str]:
         """Digest of all that kernels read now, by name."""
-        live = self._live(torch.Tensor.detach)
-        return dict(zip(live, tensor_digests(list(live.values())), strict=True))
+        return named_digests(self._live(torch.Tensor.detach))
 
     def _live[T](self, of: Callable[[torch.Tensor], T]) -> dict[str, T]:
         return {

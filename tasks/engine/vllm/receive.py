@@ -29,10 +29,10 @@ from tasks.engine.vllm.survey import Survey, found
 from tasks.engine.vllm.update import Report, Update
 from trainer_core.collector import paused
 from trainer_core.lora import LoraConfig
-from trainer_core.weights.channel import Channel, fail
+from trainer_core.weights.channel import Channel
 from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import Form, WeightPlan, text_digest
-from trainer_core.weights.transports.ends import Receiver, open_receiver
+from trainer_core.weights.transports.ends import receiving
 
 BACKEND = "ratchet"
 
@@ -136,12 +136,12 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         """Receive, load and verify everything; see `EngineProtocol.receive_update`."""
         if self._prepared is not None:
             update, plan, channel, number = self._prepared
-            receiver = self._receiver(plan, channel, number)
+            opened = receiving(channel, plan, number, self.device)
             if isinstance(update, AdapterUpdate):
-                self.reports["adapter"] = self.report = update.receive(receiver)
+                self.reports["adapter"] = self.report = update.receive(opened)
                 return
             with without_adapters(self.model):
-                self.report = update.receive(receiver)
+                self.report = update.receive(opened)
             self.reports, self._followed = {plan.form: self.report}, update.followed
 
     def finish_weight_update(self) -> None:
@@ -155,13 +155,6 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
         """Not used: the trainer sends as trainer_core/weights/transports does."""
         raise NotImplementedError("trainer ranks send through trainer_core.weights.transports")
-
-    def _receiver(self, plan: WeightPlan, channel: Channel, number: int) -> Receiver:
-        try:
-            return open_receiver(channel, plan, number, self.device)
-        except BaseException as error:  # or the senders would wait for this one
-            fail(channel.folder, f"an engine cannot receive: {error}")
-            raise
 
 
 class WorkerExtension:

@@ -153,11 +153,6 @@ class Rows:
         self._planned = None
         return left
 
-    def sampled_as_row(self, name: str) -> int:
-        """Number of tokens that a row has sampled since it entered."""
-        (place,) = self.places_of([name])
-        return int(self.table[SAMPLED, place] - self._first[self.table[SLOT, place]])
-
     def _column(self, entry: Entry) -> list[int]:
         slot = self._free.pop()
         self._first[slot] = entry.sampled

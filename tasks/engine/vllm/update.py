@@ -6,7 +6,7 @@ Imports torch and vLLM.
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from tasks.engine.vllm.survey import Survey, model_device
 from trainer_core.weights.digest import BegunDigests, Cut, Outline, PlannedDigests, Whole, thought_of
 from trainer_core.weights.packing import element_type, tensors_of
 from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
-from trainer_core.weights.transports.ends import Receiver, receiving
+from trainer_core.weights.transports.ends import Receiver
 
 _SHOWN = 4  # names spelled out in a message
 _UNUSED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -74,10 +74,10 @@ class Update:
         """The layout of the model, if every tensor was found where it says, in the parameters that kernels use."""
         return None if self._lane.keeps_views else self._survey.layout
 
-    def receive(self, receiver: Receiver) -> Report:
+    def receive(self, opened: AbstractContextManager[Receiver]) -> Report:
         """Load what arrives, and compare what landed with it; raises as `EngineProtocol.receive_update`."""
         try:
-            with receiving(receiver), torch.no_grad():
+            with opened as receiver, torch.no_grad():
                 return self._receive(receiver)
         except BaseException:
             if self.written:

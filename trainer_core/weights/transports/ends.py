@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from storage.errors import RatchetError
-from trainer_core.weights.channel import Channel
+from trainer_core.weights.channel import Channel, fail
 from trainer_core.weights.plan import Bucket, WeightPlan
 from trainer_core.weights.transports.collective import CollectiveReceiver, CollectiveSender
 from trainer_core.weights.transports.files import FilesReceiver, FilesSender
@@ -54,18 +54,6 @@ class Receiver(End, Protocol):
         """Let the sender use the arena again, once the device has read it."""
 
 
-@contextmanager
-def receiving(receiver: Receiver) -> Iterator[Receiver]:
-    """Block in which an engine reads what arrives. The other ends are told of an error; the end is closed."""
-    try:
-        yield receiver
-    except BaseException as error:
-        receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
-        raise
-    finally:
-        receiver.close()
-
-
 def open_sender(channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> Sender:
     """The end of a channel at a rank. Exactly the ranks that send a bucket call it; they do not wait for each other.
     Raises StorageUnavailable if there is no room for the arenas. Raises SyncMismatch if the receivers do not answer."""
@@ -95,3 +83,20 @@ def open_receiver(channel: Channel, plan: WeightPlan, number: int, device: torch
             return CollectiveReceiver(channel, plan, number, device)
         case "files":
             return FilesReceiver(channel, plan, device)
+
+
+@contextmanager
+def receiving(channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> Iterator[Receiver]:
+    """`open_receiver` for a block. The other ends are told of an error, also of one here, or they would wait."""
+    try:
+        receiver = open_receiver(channel, plan, number, device)
+    except BaseException as error:
+        fail(channel.folder, f"an engine cannot receive: {error}")
+        raise
+    try:
+        yield receiver
+    except BaseException as error:
+        receiver.fail(str(error) if isinstance(error, RatchetError) else f"an engine failed: {error!r}")
+        raise
+    finally:
+        receiver.close()
