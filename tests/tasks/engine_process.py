@@ -334,6 +334,16 @@ class Copies:
         return torch.equal(parameter, expected if of else torch.zeros_like(expected))
 
 
+class Quantized:
+    """Does the checks of `tests.tasks.engine.quantized_layers`."""
+
+    def do(self, name: str, *arguments: Any) -> None:
+        """Do one; raises as it does."""
+        from tests.tasks.engine import quantized_layers
+
+        vars(quantized_layers)[name](*arguments)
+
+
 class EngineProcess(BaseManager):
     """Serves engines and `Reference` to the tests over a local socket."""
 
@@ -344,6 +354,7 @@ EngineProcess.register("InPlaceEngine", InPlaceEngine)
 EngineProcess.register("PlainEngine", PlainEngine)
 EngineProcess.register("Reference", Reference)
 EngineProcess.register("Copies", Copies)
+EngineProcess.register("Quantized", Quantized)
 EngineProcess.register("Schedulers", Schedulers)
 
 

@@ -123,9 +123,9 @@ def test_after_random_kills_tokens_and_rewards_are_those_of_an_undisturbed_run(t
 
 
 def test_the_kill_of_a_host_under_many_conversations_costs_each_at_most_one_retry(tmp_path):
-    many = ("rollout.prompts=24", "environment.retries=1")
+    many = ("rollout.prompts=12", "environment.retries=1")
     whole, root = played(tmp_path / "whole", "Replayed", {}, *many), open_root(str(tmp_path / "root"))
-    left = [30]
+    left = [15]
 
     def at(_context, point, _key):
         left[0] -= point is Point.MID_RESPONSE
