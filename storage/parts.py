@@ -1,6 +1,5 @@
 """Writing and reading the parts of a stage. An array never becomes a Python list here."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,12 +58,6 @@ class PartWriter:
         return self.write_bytes(name, sink.getvalue(), table.num_rows)
 
     @measured()
-    def describe_file(self, name: str, path: Path) -> Part:
-        """The part that a local file will become; stores nothing."""
-        digest, size = file_digest(path)
-        return self._part(name, digest, size, None)
-
-    @measured()
     def store_file(self, part: Part, path: Path) -> None:
         """Store a described local file. It is handed over: on local storage it may become the part itself. Raises
         StorageError if it differs from its description, or changed while it was stored."""
@@ -91,7 +84,7 @@ class PartWriter:
         file names or their keys."""
         # threads only pay off when there is much to read
         threads = _PARALLEL if sum((folder / name).stat().st_size for name in names) > _MUCH else 1
-        parts = each(lambda name: self.describe_file(name, folder / name), names, threads)
+        parts = each(lambda name: self._part(name, *file_digest(folder / name)), names, threads)
         return tuple(part.model_copy(update={"name": prefix + part.name}) for part in parts)
 
     @measured()
@@ -114,7 +107,7 @@ class PartWriter:
         because gc may have been faster."""
         return self.root.touch(part.key) and is_intact(self.root, part)
 
-    def _part(self, name: str, digest: str, size: int, rows: int | None) -> Part:
+    def _part(self, name: str, digest: str, size: int, rows: int | None = None) -> Part:
         if flaw := layout.name_flaw(name):
             raise InputError(f"{name!r} cannot be stored under this name: {flaw}. Rename it")
         key = layout.part_key(self.run, self.iteration, self.stage, name, digest)
@@ -161,7 +154,7 @@ def read_parts(root: Root, parts: Sequence[Part], schema: pa.Schema, columns: Se
 
 def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[str]) -> pa.Table:
     """Columns `names` of an Arrow IPC file in memory. Raises SchemaMismatch if the file has another schema."""
-    check(_stored_schema(data), schema, where)
+    check(pa.ipc.open_file(data).schema, schema, where)
     options = None
     if set(names) != set(schema.names):  # the others are not decompressed
         fields = [schema.names.index(name) for name in names]
@@ -170,18 +163,6 @@ def open_table(data: pa.Buffer, schema: pa.Schema, where: str, names: Sequence[s
     return (
         pa.ipc.open_file(data, options=options).read_all().select(list(names)).replace_schema_metadata(schema.metadata)
     )
-
-
-def _stored_schema(data: pa.Buffer) -> pa.Schema:
-    """The schema of an Arrow IPC file: a message of its first bytes, which is as long as it says."""
-    start = memoryview(data)
-    return _parsed_schema(bytes(start[8 : 16 + int.from_bytes(start[12:16], "little")]))
-
-
-@functools.lru_cache(64)
-def _parsed_schema(message: bytes) -> pa.Schema:
-    """One object for equal schemas: the first comparison of an object takes a tenth of a millisecond."""
-    return pa.ipc.read_schema(pa.py_buffer(message))
 
 
 @measured()

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from storage.errors import InputError, StorageError
 from trainer_core.lora import factor_name
-from trainer_core.model.adapters import merged
+from trainer_core.model.adapters import merged, names_of
 from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.saved import Region, SavedState
@@ -156,7 +156,7 @@ class StoredWeights:
         linear, _, own = factor.replace(_ADAPTER, ".").rpartition(".")
         mapping = self._registry.megatron_to_hf_lookup(f"{linear}.weight")
         target = f".{own[:-2]}.weight"  # without `_a` or `_b`
-        return next(name for name in _names(mapping.hf_param) if name.endswith(target))
+        return next(name for name in names_of(mapping) if name.endswith(target))
 
     def _entry(self, stored: str, name: str, region: Region, axes: int) -> Entry:
         mapping = self._registry.megatron_to_hf_lookup(name)
@@ -168,7 +168,7 @@ class StoredWeights:
         parts = split(torch.empty(region.shape[axes:], dtype=dtype, device="meta"))
         shapes = tuple(tuple(part.shape) for part in parts)
         in_fp32 = stored.endswith(_IN_FP32)
-        names = (_SCORE,) if self._scores and name == _OUTPUT else _names(mapping.hf_param)
+        names = (_SCORE,) if self._scores and name == _OUTPUT else names_of(mapping)
         return Entry(stored, region, axes, names, shapes, dtype, split, in_fp32, _place(name))
 
     def _split(self, mapping: Any, name: str) -> Callable[[torch.Tensor], Tensors]:
@@ -193,12 +193,6 @@ def _numbered(stored: str, numbers: tuple[int, ...]) -> str:
     rest = iter(numbers)
     name = _STACKED.sub(lambda found: f"{found['before']}.{next(rest)}.{found['after']}", stored)
     return _EXPERTS.sub(lambda found: f"{found['before']}.{found['after']}{next(rest)}", name)
-
-
-def _names(param: str | dict[str, str]) -> tuple[str, ...]:
-    if isinstance(param, str):
-        return (param,)
-    return tuple(param[key] for key in (("q", "k", "v") if "q" in param else ("gate", "up")))
 
 
 def _place(name: str) -> tuple[int, int]:

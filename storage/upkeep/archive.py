@@ -119,12 +119,9 @@ def _leaves(field: pa.Field) -> list[str]:
 def scored(root: Root, rollout: Manifest, reward: Manifest | None, texts: Texts = without_texts) -> pa.Table:
     """Samples of one iteration, each with its own score, in the rollout's order and the schema SAMPLES."""
     samples = read_stored_table(root, rollout)
-    if reward is None:
-        scores = [pa.nulls(samples.num_rows, REWARD.field(name).type) for name in _SCORES]
-    else:
-        found = read_stored_table(root, reward)
-        rows = pc.index_in(sample_keys(samples), value_set=sample_keys(found))  # pyright: ignore[reportAttributeAccessIssue]
-        scores = [found[name].take(rows) for name in _SCORES]
+    found = REWARD.empty_table() if reward is None else read_stored_table(root, reward)
+    rows = pc.index_in(sample_keys(samples), value_set=sample_keys(found))  # pyright: ignore[reportAttributeAccessIssue]
+    scores = [found[name].take(rows) for name in _SCORES]
     return pa.table([*samples.columns, *scores, *texts(samples)], schema=SAMPLES)
 
 

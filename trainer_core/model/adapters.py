@@ -218,16 +218,13 @@ def _linears(
                         yield parent, name, mapping
 
 
-def _hugging_face(mapping: Any) -> list[str]:
-    """Hugging Face names of the modules that a matrix makes, in the order of their rows."""
-    names = mapping.hf_param
-    kinds = ("q", "k", "v") if type(mapping) is maps.QKVMapping else ("gate", "up")
-    found = [names] if isinstance(names, str) else [names[kind] for kind in kinds if kind in names]
-    return [name.removesuffix(".weight") for name in found]
+def names_of(mapping: Any) -> tuple[str, ...]:
+    """The Hugging Face names of what a mapping of the bridge makes, in the order of their rows."""
+    return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
 
 
 def _place(linear: torch.nn.Module, mapping: Any, provider: Any, targets: Sequence[str]) -> _Place:
-    names, rows = _hugging_face(mapping), len(_weight(linear))
+    names, rows = [name.removesuffix(".weight") for name in names_of(mapping)], len(_weight(linear))
     group: Any = parallel_state.get_tensor_model_parallel_group()
     groups, heads = 1, provider.kv_channels
     if type(mapping) is maps.QKVMapping:

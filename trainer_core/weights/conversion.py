@@ -18,10 +18,10 @@ from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from megatron.bridge.models.conversion.utils import unwrap_model
 
 from storage.errors import SyncMismatch
-from trainer_core.model.adapters import Adapter, Adapters, Factor
+from trainer_core.model.adapters import Adapter, Adapters, Factor, names_of
 from trainer_core.model.model import Model
 from trainer_core.weights.exchange import Shards, group_of
-from trainer_core.weights.mappings import Known, Names, Settings, absent, is_known, names_of, replaced
+from trainer_core.weights.mappings import Known, Names, Settings, absent, is_known, replaced
 from trainer_core.weights.packing import Packing
 from trainer_core.weights.plan import PlannedTensor, Row
 from trainer_core.weights.whole import Exported, Held, named

@@ -21,6 +21,7 @@ from megatron.bridge.models.deepseek.deepseek_v3_bridge import DeepSeekV3Bridge
 from megatron.bridge.models.llama.llama_bridge import LlamaBridge
 
 from storage.digest import value_digest
+from trainer_core.model.adapters import names_of
 
 KNOWN: frozenset[type] = frozenset({
     maps.AutoMapping,
@@ -184,8 +185,3 @@ class Names:
             templates = tuple(name.replace(mark, f"{{{place}}}") for name in templates)
         numbers = _NUMBER.findall(whole)
         return templates if tuple(one.format(*numbers) for one in templates) == names_of(mapping) else None
-
-
-def names_of(mapping: Any) -> tuple[str, ...]:
-    """The Hugging Face names of what a mapping makes."""
-    return (mapping.hf_param,) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
