@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from tests.trainer_core.models import FAMILIES, SHARED, make_family, places_of, random_samples
-from tests.trainer_core.phases.test_critic import PARAMETERS, settings
+from tests.trainer_core.phases.test_critic import LAYOUTS, MARKS, settings
 from tests.trainer_core.ranks import run_ranks, run_trainers
 from trainer_core.config import ParallelConfig
 
 SAMPLES = random_samples(6, turns=True)
 COUNTED = SAMPLES.per_response_token(SAMPLES.usable)
+LATER = {**MARKS, "tp2-sp": pytest.mark.slow}  # each rank holds the whole row; test_critic.py divides the layers
+PARAMETERS = [pytest.param(name, marks=LATER.get(name, pytest.mark.full)) for name in LAYOUTS]
 SIZES = {"hidden_size": 96, "num_hidden_layers": 8, "vocab_size": 102}  # of another family than the policy
 
 

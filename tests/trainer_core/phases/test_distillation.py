@@ -23,6 +23,8 @@ LAYOUTS = {
     "cp2-dp2": ParallelConfig(context=2, data=2),
 }
 PARAMETERS = [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+QUICK = [name if name == "single" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+"""Of this file: in `test_distilling_top.py` the ranks of a quick test divide the teacher."""
 DISTILL = DistillConfig(teacher="given")
 TOP = DistillConfig(teacher="given", top_k=8, coefficient=0.7)
 
@@ -86,7 +88,7 @@ def walk(trainer, teacher, folder):
     return scores, ends
 
 
-@pytest.mark.parametrize("layout", PARAMETERS)
+@pytest.mark.parametrize("layout", QUICK)
 def test_the_teacher_scores_as_in_float64_and_disturbs_nothing(models, expected, tmp_path, layout):
     own, teacher = expected
     for scores, ends in run_trainers(models[0], settings(layout), walk, models[1], str(tmp_path)):

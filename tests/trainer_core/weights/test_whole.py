@@ -54,13 +54,13 @@ LAYOUTS = {
 QUICK = [
     ("deepseek-v3", "pp2-dp2-ep2", SOME),
     ("deepseek-v3", "pp2", ALL),
-    ("llama-tied", "tp2-pp2", ALL),
 ]
 SLOW = [
     ("deepseek-v3", "pp2-dp2-ep2", ALL),
     ("qwen3-moe", "tp2-sp-ep2-etp1", ALL),
     ("qwen3-moe", "ep2", ALL),
     ("qwen2", "tp2", ALL),
+    ("llama-tied", "tp2-pp2", ALL),
     ("llama-tied", "pp2-vpp2", ALL),
 ]
 
