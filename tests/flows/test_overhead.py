@@ -41,12 +41,13 @@ def test_the_end_of_an_iteration_takes_few_requests(tmp_path: Path):
     assert whole > end
 
 
-def test_the_status_of_a_long_run_reads_some_of_it_and_says_what_all_of_it_says(long: Path):
-    root = counting(open_root(str(long)))
+def test_the_status_of_a_long_run_reads_some_of_it_and_says_what_all_of_it_says(tmp_path: Path):
+    overhead.make_long_run(tmp_path, 5 * SHORT)
+    root = counting(open_root(str(tmp_path)))
     short = read_status(root, "long")
     assert sum(key.startswith("read long/manifests") for key in root.asked) < 40
     whole = read_status(root, "long", whole=True)
-    assert len(whole.history) == LONG + 1
+    assert len(whole.history) == 5 * SHORT + 1
     assert short.history == whole.history[-len(short.history) :]
     changing = {"history", "seconds_per_iteration", "warnings"}
     assert short.model_dump(exclude=changing) == whole.model_dump(exclude=changing)
