@@ -26,12 +26,12 @@ class PaddedBatch:
     """(B, S) float32, 1 where a response token is predicted."""
 
 
-def padded_batches(samples: Samples, rows: int, device: torch.device) -> list[PaddedBatch]:
-    """The samples in their order, `rows` at a time."""
+def padded_batches(samples: Samples, rows: int, device: torch.device, multiple: int = 1) -> list[PaddedBatch]:
+    """The samples in their order, `rows` at a time; S is a multiple of `multiple`."""
     ends = np.cumsum(samples.lengths)
     sequences = np.split(samples.tokens, ends[:-1])
     return [
-        _padded(sequences[first : first + rows], samples.prompt_lengths[first : first + rows], device)
+        _padded(sequences[first : first + rows], samples.prompt_lengths[first : first + rows], device, multiple)
         for first in range(0, len(samples), rows)
     ]
 
@@ -64,9 +64,9 @@ def plain_step(model: Model, optimizer: Optimizer, batches: list[PaddedBatch]) -
     return float(torch.stack(sums).sum())
 
 
-def _padded(sequences: list[np.ndarray], prompts: np.ndarray, device: torch.device) -> PaddedBatch:
+def _padded(sequences: list[np.ndarray], prompts: np.ndarray, device: torch.device, multiple: int) -> PaddedBatch:
     lengths = np.array([len(sequence) for sequence in sequences])[:, None]  # (B, 1)
-    columns = np.arange(int(lengths.max()))
+    columns = np.arange(1 - (1 - int(lengths.max())) // multiple * multiple)
     tokens = np.zeros((len(sequences), len(columns)), dtype=np.int64)
     tokens[columns < lengths] = np.concatenate(sequences)
     places = columns[None, :-1]

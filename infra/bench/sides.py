@@ -8,7 +8,7 @@ import torch
 from infra.bench.plain_loop import PaddedBatch, padded_batches, plain_step
 from trainer_core.batches.micro_batching import BatchLimits
 from trainer_core.batches.sequences import Samples
-from trainer_core.config import RankSpec, TrainerConfig
+from trainer_core.config import FP8_POSITIONS, RankSpec, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import join, leave
 from trainer_core.model.model import build_model
@@ -46,7 +46,7 @@ class Sides:
 
     def padded(self, samples: Samples, rows: int) -> list[PaddedBatch]:
         """The same samples for the plain side, on the device beforehand."""
-        return padded_batches(samples, rows, self.device)
+        return padded_batches(samples, rows, self.device, FP8_POSITIONS if self._config.fp8 else 1)
 
     def plain(self, batches: list[PaddedBatch]) -> float:
         """One plain update."""
