@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -11,6 +12,7 @@ from storage.parts import PartWriter
 from storage.turns import finish_reasons
 from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment, piece_key
 from tasks.config.run import RunConfig
+from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.driving import Driver, driving
 from tasks.engine.protocol import Sampling, token_rows
 from tasks.environments.conversation import Limits, Played, Player, Task
@@ -96,38 +98,44 @@ def played_once(
     its finish reason, and what is beside it. What is under way is kept under `name`, so that another process goes on.
     Raises as `play`."""
     found: list[Played] = []
-    pieces = [(piece_key(writer, name), tasks)]
-    play(context, prepared, engines, version, sampling, pieces, lambda _, played: found.extend(played))
+    pieces, codec = [(piece_key(writer, name), tasks)], text_codec(context, prepared)
+    play(
+        context.root, engines, version, context.config, codec, sampling, model_directory(context, prepared), pieces,
+        lambda _, played: found.extend(played), context.go_on,
+    )  # fmt: skip
     columns = columns_of([one.trajectory for one in found])
     ends = finish_reasons(pa.chunked_array([columns["turns"]]))
     return columns["response_tokens"], ends, [one.kept for one in found]
 
 
 def play(
-    context: RunContext,
-    prepared: Prepared,
+    root: Root,
     engines: Sequence[EngineHandle],
-    version: int,
+    version: int | None,
+    config: RunConfig,
+    codec: TextCodec,
     sampling: Sampling,
+    model_dir: Path,
     pieces: Sequence[tuple[str, Sequence[Task]]],
     ready: Ready,
+    go_on: Callable[[], None],
 ) -> None:
     """Play the conversations of all pieces, each with its key.
 
     Args:
-        version: of the weights that must sample.
+        version: of the weights that must sample; any if it is None.
         ready: called with the number of each piece and its trajectories as soon as they are there, in any thread.
+        go_on: called now and then; raises if the play is to end.
 
     Raises:
         WorkerLost, SyncMismatch, InputError: as `EngineSampler.sample`; InputError also if the environment is refused,
             or vLLM has no such parser.
     """
-    config, section = context.config, context.config.environment
+    section = config.environment
     assert section is not None
     if not pieces:
         return
     limits = Limits(section.turns, section.tokens, section.seconds, section.retries, config.engine.max_model_len)
-    codec, model_dir = text_codec(context, prepared), model_directory(context, prepared)
     with ExitStack() as stack:
         host, reader = stack.enter_context(Host(section)), stack.enter_context(reading(section, model_dir))
         sampler = stack.enter_context(EngineSampler(engines, version))
@@ -135,15 +143,16 @@ def play(
             player = stack.enter_context(driving(section, host, sampler, sampling, codec, limits, reader))
         else:
             player = Player(host, sampler, sampling, codec, Renderer(codec), limits, reader)
-        asyncio.run(_played(player, context, pieces, section.processes, ready))
+        asyncio.run(_played(player, root, pieces, section.processes, ready, go_on))
 
 
 async def _played(
     player: Player | Driver,
-    context: RunContext,
+    root: Root,
     pieces: Sequence[tuple[str, Sequence[Task]]],
     processes: int,
     ready: Ready,
+    go_on: Callable[[], None],
 ) -> None:
     places = asyncio.Semaphore(processes)
 
@@ -152,14 +161,14 @@ async def _played(
             return await player.play(task, events.of(task.row), lambda event: events.keep(task.row, event))
 
     async def piece(number: int, key: str, tasks: Sequence[Task]) -> None:
-        events = Events(context.root, key)
+        events = Events(root, key)
         played = await asyncio.gather(*(one(task, events) for task in tasks))
         await asyncio.to_thread(ready, number, played)
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(_LOOK_S)
-            context.go_on()
+            go_on()
 
     all_of_them = asyncio.gather(*(piece(number, *one) for number, one in enumerate(pieces)))
     done, _ = await asyncio.wait({all_of_them, asyncio.ensure_future(watch())}, return_when=asyncio.FIRST_COMPLETED)

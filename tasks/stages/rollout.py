@@ -32,6 +32,7 @@ from tasks.stages.draws import Groups, Refill, drawn
 from tasks.stages.in_flight import Flight
 from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
+from tasks.stages.prepared import model_directory, text_codec
 from tasks.stages.samples import WORLD, reseeded, rollout_metrics, sample_seed, sample_table, sampling
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
@@ -233,13 +234,16 @@ class _Sampler:
         sample(engines, batches, self.how, ready, ahead, lambda _: told(), version, growing)
 
     def _play(self, engines: list[EngineHandle], groups: list[Groups], store: Callable[..., None]) -> None:
+        work, codec = self.work, text_codec(self.work.context, self.prepared)
         tasks = [(self._key(one), self._tasks(one)) for one in groups]
 
         def ready(number: int, played: list[Played]) -> None:
             columns = columns_of([one.trajectory for one in played])
             store(number, columns, [one.kept.document() for one in played])
 
-        play(self.work.context, self.prepared, engines, self.served.weight_version, self.how, tasks, ready)
+        version = self.served.weight_version
+        model, go_on = model_directory(work.context, self.prepared), work.context.go_on
+        play(work.root, engines, version, work.config, codec, self.how, model, tasks, ready, go_on)
 
     def _tasks(self, groups: Groups) -> list[Task]:
         seed, again, samples = self.work.config.run.seed, reseeded(self.work), self.work.config.rollout.samples
