@@ -7,8 +7,25 @@ _LOOP = ("tests/flows/test_redoing.py",)
 _RECORDS = ("tests/storage/test_revisions.py",)
 _TRUTHS = ("tests/storage/ownership/test_never_two_truths.py",)
 _SETTINGS = ("tests/tasks/config/test_identity.py",)
+_STATES = ("tests/flows/test_save_every.py",)
 
 REVISIONS = (
+    Mutant(
+        "made-again-under-other-settings",
+        "a stage is done again from a state that is not stored, which the settings of the head cannot make again",
+        "storage/upkeep/redoing.py",
+        "    if (lacking := unmade.first(_needed(workflow, wanted))) is None:\n        return\n",
+        "    if (lacking := unmade.first(_needed(workflow, wanted))) is None or not wanted.settings:\n        return\n",
+        _STATES,
+    ),
+    Mutant(
+        "weights-that-sample-not-asked-for",
+        "a rollout ahead is done again under settings that cannot make the older weights again which sample it",
+        "storage/upkeep/redoing.py",
+        "unmade.first(_needed(workflow, wanted))) is None",
+        "unmade.first([_begins_with(workflow, wanted) or 0])) is None",
+        _STATES,
+    ),
     Mutant(
         "first-choice-counts",
         "the head is the revision that was chosen first",

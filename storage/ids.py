@@ -1,7 +1,7 @@
 """Names of things: runs and stages."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -31,6 +31,8 @@ class Workflow:
     selects: str  # its tables are samples of other runs, copied; the part `storage.selection.SOURCES` says which
     behind: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
+    decides_state: Callable[[str], bool] = lambda _: True
+    """Tells of a setting, `section.key`, whether it decides a train state that is made from given samples."""
 
     def leads_on(self, stage: str) -> bool:
         """True if the next iteration is made from a stage."""

@@ -175,7 +175,7 @@ class _New:
         for (original, _), copy in zip(originals, copies, strict=True):
             if original.key in retired or not self._has_parts(original, copy, there):
                 if original in needed:
-                    raise self._not_kept(original.iteration)
+                    raise self._not_kept(original.iteration, older)
                 self._retire(original, copy, there)
         for copy in copies:
             try:
@@ -193,7 +193,7 @@ class _New:
         stage = self.workflow.holds_state
         needed = [one for one, _ in originals if one.stage == stage and one.iteration in iterations]
         if left_out := [one.iteration for one in needed if not one.parts]:
-            raise self._not_kept(left_out[0])
+            raise self._not_kept(left_out[0], len(iterations) - 1)
         return needed
 
     def _copy(self, one: Manifest, at: int, digests: dict[str, str]) -> Manifest:
@@ -267,11 +267,17 @@ class _New:
             materialize(self.source, original, folder)
             each(lambda part: writer.store_file(part, folder / part.name), copy.parts, _COPIERS)
 
-    def _not_kept(self, iteration: int) -> InputError:
+    def _not_kept(self, iteration: int, older: int) -> InputError:
         recorded = names(self.source, self.parent)
         kept = stored_states(self.source, self.parent, self.workflow.holds_state, recorded)
         fact = f"the train state of iteration {iteration} of run {self.parent!r} is not kept; those of {kept} are"
-        return InputError(f"{fact}. Choose one of them")
+        if not older:
+            return InputError(f"{fact}. Choose one of them")
+        whole = [at for at in kept if {*range(max(0, at - older), at)} <= {*kept}]
+        return InputError(
+            f"{fact}. Weights of up to {older} iterations before sample for it (rollout.ahead): choose one of {whole}, "
+            "or set rollout.ahead to 0"
+        )
 
 
 def _shared(workflow: Workflow, past: Contents) -> list[Manifest]:

@@ -5,9 +5,10 @@ in between, the next process that drives the run finds the intent without its en
 before until the choice is published, and the new one from then on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 
 from pydantic import JsonValue
 
@@ -57,8 +58,7 @@ def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) 
     recorded = names(root, run, revisions=revisions)
     check_asked(root, run, recorded)
     _check_wanted(workflow, run, wanted, recorded)
-    if wanted.settings:
-        _check_stored(root, workflow, run, wanted, recorded)
+    _check_made_again(root, workflow, run, wanted, recorded)
     rerun = _rerun(workflow, wanted, recorded)
     fence.check()
     # our own write whose answer was lost is found as unfinished; another's is refused or adopted there
@@ -95,10 +95,15 @@ def choose(
     check_asked(root, run, recorded)
     done = recorded.newest  # what the head needs next must be kept
     first = next(at for at in range(max(at for at, _ in done) + 2) if (at, workflow.ends_iteration) not in done)
-    _check_kept(workflow, run, first if (first, workflow.holds_state) in done else first - 1, recorded)
-    for sampled in range(first, first + ahead):  # the one after those is sampled by weights that are to be made
-        if sampled and (sampled, workflow.samples) not in done:
-            _check_kept(workflow, run, max(0, sampled - 1 - ahead), recorded)
+    needed = [first if (first, workflow.holds_state) in done else first - 1]
+    # the one after those is sampled by weights that are to be made
+    sampled = [at for at in range(first, first + ahead) if at and (at, workflow.samples) not in done]
+    needed += [max(0, at - 1 - ahead) for at in sampled]
+    for at in needed:
+        _check_kept(workflow, run, at, recorded)
+    unmade = _Unmade(root, workflow, run, recorded, then.settings())
+    if (lacking := unmade.first(needed)) is not None:
+        raise unmade.error(lacking, "Do a stage again that follows one of them, or choose another revision")
     fence.check()
     if record_choice(root, run, choice, len(then.choices)):
         return choice
@@ -117,12 +122,16 @@ def _check_wanted(workflow: Workflow, run: str, wanted: Wanted, recorded: Names)
     if (iteration, stage) not in recorded.newest:
         fact = f"{stage} of iteration {iteration} of run {run!r} is not finished, so it cannot be done again"
         raise InputError(f"{fact}: `ratchet show {run}` lists what is")
-    if (first := _begins_with(workflow, wanted)) is not None:
-        _check_kept(workflow, run, first, recorded)
+    for needed in _needed(workflow, wanted):
+        _check_kept(workflow, run, needed, recorded)
+
+
+def _needed(workflow: Workflow, wanted: Wanted) -> list[int]:
+    """Iterations of the train states that the work begins with, or whose weights sample for what is behind it."""
+    stage, first, older = wanted.stage, _begins_with(workflow, wanted), range(0)
     if stage == workflow.samples or (wanted.cascade and workflow.leads_on(stage)):
-        first = iteration - (stage == workflow.samples) - wanted.ahead
-        for older in range(max(0, first), iteration):
-            _check_kept(workflow, run, older, recorded)
+        older = range(max(0, wanted.iteration - (stage == workflow.samples) - wanted.ahead), wanted.iteration)
+    return sorted({*older, *([] if first is None else [first])})
 
 
 def _begins_with(workflow: Workflow, wanted: Wanted) -> int | None:
@@ -132,15 +141,56 @@ def _begins_with(workflow: Workflow, wanted: Wanted) -> int | None:
     return wanted.iteration - (workflow.holds_state in (wanted.stage, *workflow.behind[wanted.stage]))
 
 
-def _check_stored(root: Root, workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
-    """Refuse other settings from a state that is not stored: under them it could not be made again."""
-    if (needed := _begins_with(workflow, wanted)) is None:
+def _check_made_again(root: Root, workflow: Workflow, run: str, wanted: Wanted, recorded: Names) -> None:
+    """Refuse work on states that are not stored and that its settings could not make again."""
+    unmade = _Unmade(root, workflow, run, recorded, {**recorded.revisions.settings(), **wanted.settings})
+    if (lacking := unmade.first(_needed(workflow, wanted))) is None:
         return
-    if needed not in (stored := stored_states(root, run, workflow.holds_state, recorded)):
-        raise InputError(
-            f"the train state of iteration {needed} of run {run!r} is not stored (storage.save_every), and other "
-            f"settings could not make it again; those of {stored} are. Do a stage again that follows one of them"
+    places = range(wanted.iteration - 1, 0, -1)
+    works = (at for at in places if unmade.first(_needed(workflow, replace(wanted, iteration=at))) is None)
+    instead = next(
+        (f"{wanted.stage} of iteration {at} again" for at in works), "a stage again that follows one of them"
+    )
+    raise unmade.error(lacking, f"Do {instead}")
+
+
+@dataclass(frozen=True)
+class _Unmade:
+    """States that are not stored (`storage.save_every`), where work under `settings` could not make them again."""
+
+    root: Root
+    workflow: Workflow
+    run: str
+    recorded: Names
+    settings: Mapping[str, JsonValue]
+
+    def first(self, iterations: Iterable[int]) -> int | None:
+        """The first of some iterations with such a state."""
+        if not any(map(self._deciding, (self.settings, *(one.settings for one in self.recorded.revisions.reruns)))):
+            return None
+        return next((at for at in iterations if not self._made(at)), None)
+
+    def error(self, iteration: int, repair: str) -> InputError:
+        return InputError(
+            f"the train state of iteration {iteration} of run {self.run!r} is not stored (storage.save_every), and "
+            f"other settings could not make it again; those of {self._stored} are. {repair}"
         )
+
+    def _made(self, iteration: int) -> bool:
+        """True if the state is stored, or made from a stored one under these settings alone."""
+        seen, wanted = self.recorded.revisions, self._deciding(self.settings)
+        while iteration > 0 and iteration not in self._stored:
+            if self._deciding(seen.seen(seen.of(iteration, self.workflow.holds_state)).settings()) != wanted:
+                return False
+            iteration -= 1
+        return True
+
+    def _deciding(self, settings: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+        return {key: value for key, value in settings.items() if self.workflow.decides_state(key)}
+
+    @cached_property
+    def _stored(self) -> list[int]:
+        return stored_states(self.root, self.run, self.workflow.holds_state, self.recorded)
 
 
 def _rerun(workflow: Workflow, wanted: Wanted, recorded: Names) -> Rerun:

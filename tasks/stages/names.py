@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 
 from storage.ids import Workflow
+from tasks.config.identity import touches
 
 
 class Stage(StrEnum):
@@ -30,6 +32,7 @@ WORKFLOW = Workflow(
     ends_iteration=Stage.WEIGHT_SYNC,
     selects=Stage.SELECT,
     behind={Stage.PREPARE: LOOP[3:], **{stage: LOOP[after:] for after, stage in enumerate(LOOP[1:], 2)}},
+    decides_state=partial(touches, stage=Stage.TRAIN),
 )  # roles of the stages in storage
 
 RETRAINING = replace(WORKFLOW, ends_iteration=Stage.TRAIN)

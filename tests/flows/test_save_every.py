@@ -1,5 +1,6 @@
 """States that are not stored are made again, equal to what their manifests record, or refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from storage.errors import DigestMismatch, InputError
 from storage.kill_points import Point
 from storage.layout import part_folder
 from storage.manifest import need
+from storage.revisions import read_revisions
 from storage.upkeep.redoing import Wanted
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
@@ -156,6 +158,29 @@ def test_another_stage_again_from_a_state_that_is_not_stored(whole, tmp_path, ex
         rerun(root, RUN, Wanted(5, Stage.TRAIN, "to see", "tests", settings={"train": {"micro_batch_size": 1}}))
 
 
+def test_other_settings_need_stored_states_for_the_weights_that_sample_too(root, tmp_path):
+    older = (THIRD, "rollout.ahead=1")
+    drive(root, tmp_path, *older)
+    colder = Wanted(4, Stage.ROLLOUT, "to see", "tests", settings={"rollout.temperature": 0.5}, ahead=1)
+    with pytest.raises(InputError, match=r"iteration 2 .* is not stored .*Do rollout of iteration 1 again"):
+        rerun(root, RUN, colder)
+    rerun(root, RUN, replace(colder, iteration=1))
+    drive(root, tmp_path, *older)
+    assert verify(root, RUN).sound
+
+
+def test_states_made_under_other_settings_are_not_made_again_under_those_of_the_head(whole, tmp_path):
+    root = copied(whole, tmp_path / "runs")
+    fewer = Wanted(4, Stage.ROLLOUT, "to see", "tests", settings={"rollout.top_k": 3})
+    rerun(root, RUN, replace(fewer, iteration=6))  # no state depends on it, given its samples
+    drive(root, tmp_path, THIRD)
+    rerun(root, RUN, replace(fewer, settings={"rollout.temperature": 0.5}))
+    drive(root, tmp_path, THIRD, "rollout.top_k=3")
+    with pytest.raises(InputError, match=r"iteration 2 of run 'small' is not stored .*Do train of iteration 1 again"):
+        rerun(root, RUN, Wanted(3, Stage.TRAIN, "under those of the head", "tests"))
+    assert read_revisions(root, RUN).head == 2
+
+
 def test_states_of_another_revision_are_made_again_from_its_samples(whole, each, tmp_path):
     root, other = copied(whole, tmp_path / "runs"), copied(each[0], tmp_path / "other")
     for one in (root, other):
@@ -172,6 +197,10 @@ def test_a_fork_and_an_export_need_a_state_that_is_stored(whole, tmp_path):
     with pytest.raises(InputError, match=r"iteration 4 of run 'small' is not kept; those of \[0, 3, 6, 7\] are"):
         make_fork(root, RUN, 4, "fork")
     make_fork(root, RUN, 3, "fork")
+    for wanted in (3, 6):
+        with pytest.raises(InputError, match=r"sample for it \(rollout\.ahead\): choose one of \[0, 7\]"):
+            make_fork(root, RUN, wanted, "ahead", ["rollout.ahead=1"])
+    make_fork(root, RUN, 7, "ahead", ["rollout.ahead=1"])
     with pytest.raises(InputError, match=r"of \[0, 3, 6, 7\] are"):
         choose(root, f"{RUN}@4")
 
