@@ -29,7 +29,9 @@ from tasks.config.identity import split_changes, unchangeable, with_settings
 from tasks.config.run import RunConfig
 from tasks.config.stored import (
     changed_config,
+    changed_context,
     corrections,
+    differs,
     documents,
     read_config,
     record_config,
@@ -120,6 +122,8 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
         raise InputError(f"run {run} trains on stored samples, and its stages are not done again: start a new retrain")
     after = changed_config(before, run, given)
     settings, runtime = split_changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    if context := changed_context(before, after):
+        raise differs(root, run, context[0], "fork the run: conversations of one run grow to one length")
     _check_settings(before, wanted, settings)
     check_start(run, root, before)
     if settings and (prepared := prepared_stage(root, run)) is not None:

@@ -8,6 +8,14 @@ _STATE = "tasks/environments/conversation.py"
 
 ENVIRONMENTS = (
     Mutant(
+        "conversations-of-two-lengths",
+        "a run whose conversations grow until the context ends them goes on with another context",
+        "tasks/config/stored.py",
+        "        *changed_context(stored.config, config),\n",
+        "",
+        _PLAYED,
+    ),
+    Mutant(
         "unknown-call-again",
         "a call whose outcome is not known is made again as if nothing had happened",
         _STATE,

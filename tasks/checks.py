@@ -207,10 +207,12 @@ def _check_asked(config: RunConfig) -> None:
             "url of an OpenAI-compatible judge, or its model as engines.judge.source"
         )
     if config.engines is not None and config.retrain is None and not asking:
+        given = f"engines.judge.source = {config.engines.judge.source!r} has no effect"
+        if config.environment is not None:
+            raise InputError(f"{given}, because the environment gives the rewards: leave [engines.judge] out")
         raise InputError(
-            f"engines.judge.source = {config.engines.judge.source!r} has no effect, because no reward asks that "
-            'engine: set reward.function = "judge" with arguments that have a rubric and no url (of a reward model '
-            '"reward_model" without arguments), or leave [engines.judge] out'
+            f'{given}, because no reward asks that engine: set reward.function = "judge" with arguments that have a '
+            'rubric and no url (of a reward model "reward_model" without arguments), or leave [engines.judge] out'
         )
 
 

@@ -19,7 +19,7 @@ from tasks.config.identity import changed_meaning, fixed_by_prepare
 from tasks.config.model import ModelSection
 from tasks.config.others import KEYS, Other, other_model
 from tasks.config.run import RunConfig
-from tasks.config.stored import corrections, differs, read_config
+from tasks.config.stored import changed_context, corrections, differs, read_config
 from tasks.data.hub import is_weights
 from tasks.data.models import MODEL_KEY, ModelFolder, find_model
 from tasks.stages.names import Stage
@@ -69,10 +69,13 @@ def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, Jso
 
 
 def _check_settings(config: RunConfig, root: Root, run: str) -> None:
-    stored = read_config(root, run).config.meaning()
-    if not (lines := changed_meaning(stored, config.meaning())) or corrections(root, run, config):
+    before = read_config(root, run).config
+    stored, context = before.meaning(), changed_context(before, config)
+    if not (lines := changed_meaning(stored, config.meaning()) + context) or corrections(root, run, config):
         return
-    fork = fork_command(root, run, config, _changes(stored, config.meaning()))
+    changes = _changes(stored, config.meaning())
+    changes |= {"engine.max_model_len": config.engine.max_model_len} if context else {}
+    fork = fork_command(root, run, config, changes)
     repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"
     raise differs(root, run, "\n".join(f"  {line}" for line in lines), repair)
 

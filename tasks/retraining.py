@@ -49,6 +49,7 @@ def retrain_config(
     place = state_of(start)
     before = stored_config(open_place(root, place), place.run)
     document = before.model_dump(mode="json", exclude={"retrain"})
+    document.pop("environment", None)  # stored conversations are not played again
     document["run"] = {**document["run"], "name": run, "iterations": 0}
     document["evaluate"] = {"every": 0}  # it needs an engine, and the examples need samples of the run's own
     document["report"] = {**document["report"], "examples": 0}

@@ -68,6 +68,11 @@ def _judges(store: Root, run: str, section: RewardSection) -> AbstractContextMan
 def _section(config: RunConfig, function: str | None, settings: Sequence[str]) -> RewardSection:
     """The run's own settings, or those of another function with what is given."""
     document = config.model_dump(mode="json")
+    if config.environment is not None:
+        if function is None:
+            fact = f"the rewards of this run come from its environment {config.environment.function!r}"
+            raise InputError(f"{fact}, which is not asked again: name a reward function with --function")
+        del document["environment"]
     if function is not None and without_folder(function) != without_folder(config.reward.function):
         kept = RewardSection.model_fields.keys() - {"function", "arguments", "weights", "batch", "functions"}
         document["reward"] = {key: document["reward"][key] for key in kept}

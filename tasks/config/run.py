@@ -118,7 +118,8 @@ class EngineSection(Section):
     """Cards of the engines: `shared`, from the first on, as the trainer's ranks; or their `own`, the next after the
     trainer's, one for each process. No effect on CPU."""
     max_model_len: int = Field(default=128, ge=8)
-    """Longest sequence, prompt and response, in tokens."""
+    """Longest sequence, prompt and response, in tokens. With `[environment]` it ends conversations: only a fork may
+    change it."""
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
     kv_cache_mib: int | None = Field(default=None, ge=1)

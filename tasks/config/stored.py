@@ -202,6 +202,15 @@ def corrections(root: Root, run: str, config: RunConfig) -> list[str]:
     return [] if trained or prepared or read else lines
 
 
+def changed_context(stored: RunConfig, given: RunConfig) -> list[str]:
+    """The line of a changed `engine.max_model_len`, where conversations grow until it ends them. Plain responses end
+    before it: prompts that leave no room for `rollout.max_tokens` are refused."""
+    before, now = stored.engine.max_model_len, given.engine.max_model_len
+    if given.environment is None or before == now:
+        return []
+    return [f"engine.max_model_len: the run was started with {before}, but is now given {now}"]
+
+
 def check_record(root: Root, run: str, config: RunConfig) -> None:
     """Raises InputError early where `record_config` would under the run's lease; records nothing."""
     there = _is_there(root, run) and not _is_unused(root, run, _record(run, config))
@@ -237,7 +246,10 @@ def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
 def _continued(root: Root, run: str, config: RunConfig) -> str:
     revisions = read_revisions(root, run)
     stored = read_config(root, run, revisions)
-    if changed := changed_meaning(stored.config.meaning(), config.meaning()):
+    if changed := (
+        *changed_meaning(stored.config.meaning(), config.meaning()),
+        *changed_context(stored.config, config),
+    ):
         lines = "\n".join(f"  {line}" for line in changed)
         if revisions.settings():
             lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"

@@ -258,6 +258,10 @@ URL = 'reward.arguments={url="http://127.0.0.1:9", model="m", rubric="{response}
         (['engines.judge.source="nowhere"'], "engines.judge.source nowhere does not exist"),
         ([URL], "has no effect, because no reward asks that engine"),
         (['reward.function="exact_match"', "reward.arguments={}"], "has no effect, because no reward asks"),
+        (
+            ['reward={function="exact_match"}', "environment.function=maze"],
+            r"because the environment gives the rewards: leave \[engines.judge\] out",
+        ),
     ],
 )
 def test_a_judge_that_cannot_be_asked_is_refused_before_the_run(model, tmp_path, settings, told):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 from pathlib import Path
@@ -10,19 +11,28 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.cli.app import execute
+from flows.driving import ask_again
 from storage import layout
 from storage.backends.root import open_root
+from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.parts import read_part, read_table
+from storage.revisions import read_revisions
 from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.unfinished import find_turns
+from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.config.evaluation import EvaluationSettings
+from tasks.config.stored import check_record, stored_config
 from tasks.environments.hosting import host_processes
 from tasks.environments.scores import read_scores
+from tasks.preflight import check_continued
+from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage
+from tasks.stages.views import Prepared
 from tests.small.config import HELD_OUT, small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import context_here
@@ -81,6 +91,39 @@ def test_a_sample_is_a_row_of_turns_and_its_reward_their_sum(undisturbed):
     assert [score["reward"] for score in scores] == [sum(one.rewards) for one in given]
     assert {len(one.rewards) for one in given} == {3}
     assert len({score["reward"] for score in scores}) > 1
+
+
+def test_conversations_of_a_run_never_grow_to_different_lengths(undisturbed, tmp_path):
+    shorter, prepared = config("Sums", {}, "engine.max_model_len=64"), need(undisturbed, RUN, 0, Stage.PREPARE)
+    fact = r"engine\.max_model_len: the run was started with 128, but is now given 64"
+    with pytest.raises(InputError, match=fact):
+        check_record(undisturbed, RUN, shorter)
+    with pytest.raises(InputError, match=fact):
+        ask_again(undisturbed, RUN, Wanted(1, Stage.ROLLOUT, "to see", "tests"), ["engine.max_model_len=64"])
+    assert not read_revisions(undisturbed, RUN).reruns
+    with pytest.raises(InputError, match=fact) as refused:
+        check_continued(shorter, undisturbed, Prepared(prepared))
+    assert execute(shlex.split(str(refused.value).splitlines()[-1])[1:]) == 0
+    assert stored_config(undisturbed, f"{RUN}-fork").engine.max_model_len == 64
+    check_record(undisturbed, RUN, config("Sums", {}, "engine.kv_cache_mib=64"))
+
+
+def test_stored_conversations_are_scored_by_a_function_that_is_named(undisturbed, capfd):
+    trial = ["reward", f"{RUN}@1", "--root", undisturbed.url]
+    assert execute(trial) == InputError.exit_code
+    said = capfd.readouterr().err
+    assert "come from its environment" in said
+    assert "name a reward function with --function" in said
+    assert execute([*trial, "--function", "characters"]) == 0
+
+
+def test_stored_conversations_are_trained_on_without_their_environment(undisturbed, tmp_path):
+    given = retrain_config(undisturbed, "again", {"start": f"{RUN}@1", "select": [RUN]})
+    begin_retraining(undisturbed, "again", given)
+    driver(undisturbed, given, tmp_path / "again", run="again").drive()
+    assert need(undisturbed, "again", 1, Stage.TRAIN).metrics["reward_mean"] == pytest.approx(
+        need(undisturbed, RUN, 1, Stage.REWARD).metrics["reward_mean"]
+    )
 
 
 def test_samples_of_a_prompt_meet_the_same_world_and_all_turns_of_a_sample_have_its_seed(undisturbed):
