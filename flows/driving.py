@@ -125,6 +125,9 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     if context := changed_context(before, after):
         raise differs(root, run, context[0], "fork the run: conversations of one run grow to one length")
     _check_settings(before, wanted, settings)
+    if wanted.stage == Stage.TRAIN and after.train.policy.needs_rewards > before.train.policy.needs_rewards:
+        fact = f"iteration {wanted.iteration} has no rewards, which train.policy needs with these settings"
+        raise InputError(f"{fact}: do its {Stage.ROLLOUT} again with them")
     check_start(run, root, before)
     if settings and (prepared := prepared_stage(root, run)) is not None:
         check_kept(after, root, prepared, "the run's model")

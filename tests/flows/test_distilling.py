@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flows.driving import ask_again
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import find, need
 from storage.parts import read_parts, read_table
+from storage.revisions import read_revisions
 from storage.schema import ROLLOUT, TEACHER, TEACHER_TOP
+from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.checks import check_config, prepared_stage
 from tasks.config.model import GeneratedModel, ModelSection
@@ -94,6 +97,16 @@ def test_with_rewards_the_loop_scores_as_ever(whole: Root, teacher: Path, tmp_pa
     rewarded = settings[0].endswith("weight=1")
     assert ((1, Stage.REWARD, False) in process.done) is rewarded
     assert ("reward" in need(root, RUN, 1, Stage.TRAIN).inputs) is rewarded
+
+
+def test_a_training_without_rewards_is_not_done_again_with_them(teacher: Path, tmp_path: Path):
+    root, given = open_root(str(tmp_path / "runs")), "train.policy.distill.reward_weight=1"
+    driven(root, tmp_path / "a", config_of(teacher, "run.iterations=1"))
+    with pytest.raises(InputError, match=r"iteration 1 has no rewards, .*do its rollout again with them"):
+        ask_again(root, RUN, Wanted(1, Stage.TRAIN, "to see", "tests"), [given])
+    _, after = ask_again(root, RUN, Wanted(1, Stage.ROLLOUT, "to see", "tests"), [given])
+    driven(root, tmp_path / "b", after)
+    assert "reward" in need(root, RUN, 1, Stage.TRAIN, read_revisions(root, RUN)).inputs
 
 
 @pytest.mark.slow
