@@ -62,8 +62,8 @@ AHEAD = (
         "rerun-without-older-weights",
         "a rollout is asked to be done again whose weights are not kept",
         "storage/upkeep/redoing.py",
-        "        for older in range(max(0, first), iteration):\n",
-        "        for older in ():\n",
+        "    if stage == workflow.samples or (wanted.cascade and workflow.leads_on(stage)):\n",
+        "    if False:\n",
         _LOOP,
     ),
     Mutant(
@@ -174,8 +174,8 @@ AHEAD = (
         "head-without-older-weights",
         "a head is chosen whose next rollouts need weights that are not kept",
         "storage/upkeep/redoing.py",
-        "        if sampled and (sampled, workflow.samples) not in done:\n",
-        "        if False:\n",
+        "    needed += [max(0, at - 1 - ahead) for at in sampled]\n",
+        "",
         _LOOP,
     ),
     Mutant(

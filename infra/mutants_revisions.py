@@ -27,6 +27,14 @@ REVISIONS = (
         _STATES,
     ),
     Mutant(
+        "head-under-other-settings",
+        "a head is chosen whose settings cannot make the older weights again that sample for it",
+        "storage/upkeep/redoing.py",
+        "    if (lacking := unmade.first(needed)) is not None:\n        raise",
+        "    if (lacking := unmade.first(needed)) is not None and not needed:\n        raise",
+        _STATES,
+    ),
+    Mutant(
         "first-choice-counts",
         "the head is the revision that was chosen first",
         "storage/revisions.py",

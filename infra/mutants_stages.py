@@ -255,8 +255,8 @@ STAGES = (
         "other-settings-from-a-state-that-is-not-stored",
         "a rerun with other settings is begun where they would make another state",
         "storage/upkeep/redoing.py",
-        "    if wanted.settings:\n",
-        "    if not wanted:\n",
+        "    _check_made_again(root, workflow, run, wanted, recorded)\n",
+        "",
         _SAVE_EVERY,
     ),
 )

@@ -12,7 +12,9 @@ from storage.errors import DigestMismatch, InputError
 from storage.kill_points import Point
 from storage.layout import part_folder
 from storage.manifest import need
+from storage.ownership.lease import hold
 from storage.revisions import read_revisions
+from storage.upkeep import redoing
 from storage.upkeep.redoing import Wanted
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
@@ -167,6 +169,16 @@ def test_other_settings_need_stored_states_for_the_weights_that_sample_too(root,
     rerun(root, RUN, replace(colder, iteration=1))
     drive(root, tmp_path, *older)
     assert verify(root, RUN).sound
+
+
+def test_a_head_is_not_chosen_whose_settings_cannot_make_the_weights_that_sample(root, tmp_path):
+    older, other = (THIRD, "rollout.ahead=2"), {"train.policy.mini_batches": 2}
+    drive(root, tmp_path, *older)
+    rerun(root, RUN, Wanted(4, Stage.TRAIN, "to see", "tests", cascade=False, settings=other, ahead=2))
+    driver(root, small_config([f"run.iterations={LAST}", *older]), tmp_path / "scratch").redo()
+    with pytest.raises(InputError, match=r"iteration 2 .* is not stored"), hold(root, RUN, "tests") as lease:
+        redoing.choose(root, WORKFLOW, RUN, 1, "it is better", "tests", lease, 2)
+    assert read_revisions(root, RUN).head == 0
 
 
 def test_states_made_under_other_settings_are_not_made_again_under_those_of_the_head(whole, tmp_path):
