@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tasks.environments.protocol import Environment, ToolError
     from tasks.environments.tools import Tools
     from tasks.export.export import Exported
+    from tasks.rewards.container import run_in_container
     from tasks.rewards.sample import Sample
     from tasks.rewards.sandbox import ProgramLimits, Ran, SandboxFailed, run_python
     from trainer_core.objectives.registry import Advantage, Loss
@@ -47,7 +48,7 @@ __all__ = [
     "Exported", "InputError", "IterationRecord", "Loss", "ProgramLimits", "Ran", "RatchetError", "Response", "Root",
     "Row", "Run", "RunConfig", "RunResult", "RunStatus", "Sample", "Sampling", "SandboxFailed", "ScoredSamples",
     "Stored", "Tokens", "ToolError", "Tools", "TrackedRun", "Tracker", "Verification", "evaluate", "export",
-    "load_config", "open_root", "retrain", "run_python", "samples",
+    "load_config", "open_root", "retrain", "run_in_container", "run_python", "samples",
 ]  # fmt: skip
 
 Place = str | os.PathLike[str]
@@ -75,6 +76,7 @@ _HOMES = {
     "tasks.environments.tools": "Tools",
     "tasks.export.export": "Exported",
     "tasks.rewards.sample": "Sample",
+    "tasks.rewards.container": "run_in_container",
     "tasks.rewards.sandbox": "ProgramLimits Ran SandboxFailed run_python",
     "trainer_core.objectives.registry": "Advantage Loss",
     "trainer_core.objectives.scored": "ScoredSamples",

@@ -123,7 +123,7 @@ ENVIRONMENTS = (
         "programs-without-sandbox",
         "programs begin where there is no sandbox",
         "tasks/environments/programs.py",
-        "        _checked()\n",
+        "        _checked(image)\n",
         "",
         ("tests/tasks/environments/test_programs.py",),
     ),

@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _POOL = ("tests/tasks/rewards",)
 _LOOP = ("tests/flows/test_rewards_in_the_loop.py",)
 _SANDBOX = ("tests/tasks/rewards/test_sandbox.py",)
+_CONTAINER = ("tests/tasks/rewards/test_container.py",)
 _FOUND = ("tests/tasks/config/test_functions.py",)
 
 REWARDS = (
@@ -152,8 +153,8 @@ REWARDS = (
         "sandbox-without-a-limit-of-memory",
         "a program of the policy may use all memory",
         "tasks/rewards/sandbox.py",
-        'zip(("AS", ',
-        'zip(("CORE", ',
+        '{"AS": limits.memory_mb * _MB, ',
+        "{",
         _SANDBOX,
     ),
     Mutant(
@@ -168,9 +169,33 @@ REWARDS = (
         "sandbox-left-before-it-ended",
         "a program goes on behind its score",
         "tasks/rewards/sandbox.py",
-        "    if first is not None and not select.select([first], [], [], _GONE_S)[0]:\n",
+        "    if first is not None and not select.select([first], [], [], GONE_S)[0]:\n",
         "    if False:\n",
         _SANDBOX,
+    ),
+    Mutant(
+        "container-with-a-network",
+        "a program of the policy reaches the network from its container",
+        "tasks/rewards/container.py",
+        '"--network=none", ',
+        "",
+        _CONTAINER,
+    ),
+    Mutant(
+        "container-keeps-its-rights",
+        "a program of the policy has capabilities in its container",
+        "tasks/rewards/container.py",
+        '"--cap-drop=all", ',
+        "",
+        _CONTAINER,
+    ),
+    Mutant(
+        "container-of-a-tag",
+        "programs run in whatever image has a name today",
+        "tasks/rewards/container.py",
+        "    if not _ID.fullmatch(image):\n",
+        "    if False:\n",
+        _CONTAINER,
     ),
     Mutant(
         "sandbox-failure-scores-zero",

@@ -5,21 +5,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.environments.protocol import Turn
-from tasks.rewards.code import SECONDS, failed_test, read_tests
-from tasks.rewards.sandbox import check_sandbox
+from tasks.rewards.code import SECONDS, check_programs, failed_test, read_tests
 
-_checked = functools.cache(check_sandbox)  # once in the process from which those of conversations are forked
+_checked = functools.cache(check_programs)  # once in the process from which those of conversations are forked
 
 
 class Programs:
     """Show the record's `prompt`. An answer whose program passes all tests of the record has the reward 1 and is the
     last; after another one the policy is told what went wrong, without the text of the tests, and tries again."""
 
-    def __init__(self, field: str = "tests", seconds: float = SECONDS, memory_mb: int = 512, answers: int = 3) -> None:
+    def __init__(
+        self,
+        field: str = "tests",
+        seconds: float = SECONDS,
+        memory_mb: int = 512,
+        answers: int = 3,
+        image: str = "",
+    ) -> None:
         """Arguments as of `code_tests`; after so many `answers` the reward is 0. Raises InputError: there is no
         sandbox."""
-        _checked()
-        self._limits, self._most = {"field": field, "seconds": seconds, "memory_mb": memory_mb}, answers
+        _checked(image)
+        self._limits = {"field": field, "seconds": seconds, "memory_mb": memory_mb, "image": image}
+        self._most = answers
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> str:
         read_tests(record, self._limits["field"])

@@ -5,9 +5,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from tasks.rewards.sandbox import ProgramLimits, Ran, run_python
+from tasks.rewards.container import check_image, run_in_container
+from tasks.rewards.sandbox import ProgramLimits, Ran, check_sandbox, run_python
 
 _BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _PAIR = {"input", "output"}
@@ -16,36 +18,57 @@ SECONDS = 3.0  # for all tests of a response together, unless the arguments say 
 
 
 def code_tests(
-    record: Mapping[str, Any], response: str, *, field: str = "tests", seconds: float = SECONDS, memory_mb: int = 512
+    record: Mapping[str, Any],
+    response: str,
+    *,
+    field: str = "tests",
+    seconds: float = SECONDS,
+    memory_mb: int = 512,
+    image: str = "",
 ) -> float:
     """1.0 if the response's program passes all tests of the record; else 0.0, also if it needs more than `seconds` for
-    all of them or more than `memory_mb` MiB.
+    all of them or more than `memory_mb` MiB. It runs under bubblewrap, or in a container of podman's `image`.
 
     The program is the last fenced block of Python, else the whole response; what is thought before </think> does not
     count. A test is a text of Python statements, as `assert double(2) == 4`, which run behind the program, or a table
     with the `input` that the program reads from standard input and the `output` that it must print. Raises as
     `read_tests`, and SandboxFailed, which are no score.
     """
-    return float(failed_test(record, response, field=field, seconds=seconds, memory_mb=memory_mb) is None)
+    return float(failed_test(record, response, field=field, seconds=seconds, memory_mb=memory_mb, image=image) is None)
 
 
 def failed_test(
-    record: Mapping[str, Any], response: str, *, field: str = "tests", seconds: float = SECONDS, memory_mb: int = 512
+    record: Mapping[str, Any],
+    response: str,
+    *,
+    field: str = "tests",
+    seconds: float = SECONDS,
+    memory_mb: int = 512,
+    image: str = "",
 ) -> str | None:
     """The flaw at the first test that a response's program does not pass, in words that tell nothing of the test but
     the last line of the program's errors; None if all pass. Arguments and raises as `code_tests`."""
     statements, pairs = read_tests(record, field)
     program, until = program_of(response), time.monotonic() + seconds
+    sandbox = partial(run_in_container, image) if image else run_python
 
     def run(text: str, given: str = "") -> Ran | None:
         left = until - time.monotonic()
-        return run_python(text, ProgramLimits(seconds=left, memory_mb=memory_mb), given) if left > 0 else None
+        return sandbox(text, ProgramLimits(seconds=left, memory_mb=memory_mb), given) if left > 0 else None
 
     flaws = itertools.chain(
         (_flaw_of_statements(program, statements, run) for _ in statements[:1]),
         (_flaw(run(program, given), lambda out, of=expected: _lines(out) == _lines(of)) for given, expected in pairs),
     )
     return next((flaw for flaw in flaws if flaw is not None), None)
+
+
+def check_programs(image: str = "") -> None:
+    """Run a program as `code_tests` would with that image. Raises InputError: there is no such sandbox here."""
+    if image:
+        check_image(image)
+    else:
+        check_sandbox()
 
 
 def read_tests(record: Mapping[str, Any], field: str) -> tuple[list[str], list[tuple[str, str]]]:

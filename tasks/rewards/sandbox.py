@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +19,20 @@ from storage.errors import InputError, StageFailed
 
 _MB, _KB = 1 << 20, 1 << 10
 _FIRST_USER = 10**9
-_READY = b"limits are set"
-_START_S, _GONE_S = 60.0, 30.0
+READY = b"limits are set"
+START_S, GONE_S = 60.0, 30.0
 _CHUNK = 1 << 16
 _NAMESPACE = ("--unshare-user", "--disable-userns")
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
-_START = """
+_LAUNCHER = """
 import os, resource, sys
-ready, *limits = map(int, sys.argv[2:])
-for name, limit in zip(("AS", "NPROC", "FSIZE", "CPU", "NOFILE", "CORE"), limits):
+ready, limits = {ready}, {limits}
+for name, limit in limits.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
-os.write(ready, sys.argv[1].encode())
+os.write(ready, {said})
 os.close(ready)
-os.execv(sys.executable, [sys.executable, "-I", "-S", "-X", "utf8", "/program.py"])
+os.execv(sys.executable, [sys.executable, "-X", "utf8", *{flags}, "/program.py"])
 """
-"""Sets the limits within the sandbox, says so through a pipe that it closes, and becomes the program."""
 
 
 class SandboxFailed(StageFailed):
@@ -50,7 +49,7 @@ class ProgramLimits:
     output_kb: int = 64  # bytes that it may write to standard output and standard error together, in KiB
 
 
-_NO_TIME = ProgramLimits(seconds=0.0)
+NO_TIME = ProgramLimits(seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
     if (bubblewrap := shutil.which("bwrap")) is None:
         raise SandboxFailed("bubblewrap is not installed")
     with ExitStack() as open_files:
-        source, entered = (open_files.enter_context(_in_memory(text)) for text in (program, given))
+        source, entered = (open_files.enter_context(in_memory(text)) for text in (program, given))
         heard, ready = _pipe(open_files)
         told, telling = _pipe(open_files)
         options = _options(limits, source.fileno(), telling.fileno())
@@ -107,15 +106,16 @@ def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
             ready.close()
             telling.close()
             first = _first_process(told.read(), open_files)
-            began = select.select([heard], [], [], _START_S)[0] and os.read(heard.fileno(), len(_READY)) == _READY
-            (output, errors), stopped = _followed(running, limits if began else _NO_TIME)
+            began = select.select([heard], [], [], START_S)[0] and os.read(heard.fileno(), len(READY)) == READY
+            (output, errors), stopped = followed(running, limits if began else NO_TIME)
             _end(running, first)
         if not began:
             raise SandboxFailed(f"bubblewrap ended with code {running.returncode}: {errors.strip() or 'no message'}")
         return Ran(None if stopped else running.returncode, output, errors, stopped)
 
 
-def _in_memory(text: str) -> IO[bytes]:
+def in_memory(text: str) -> IO[bytes]:
+    """A file without a name."""
     file = os.fdopen(os.memfd_create("sandbox"), "wb+")
     file.write(text.encode(errors="surrogatepass"))
     file.seek(0)
@@ -157,13 +157,24 @@ def _python() -> Iterator[str]:
 
 
 def _launch(limits: ProgramLimits, ready: int) -> list[str]:
+    text = launcher(f"{ready}", bounds(limits) | {"NPROC": limits.processes}, "-I", "-S")
+    return [os.path.realpath(sys.executable), "-I", "-S", "-c", text]
+
+
+def bounds(limits: ProgramLimits) -> dict[str, int]:
+    """Limits of each process, by the names of `resource`."""
     processor = int(limits.seconds) + 1
-    bounds = (limits.memory_mb * _MB, limits.processes, limits.files_mb * _MB, processor, 64, 0)
-    python = os.path.realpath(sys.executable)
-    return [python, "-I", "-S", "-c", _START, _READY.decode(), *map(str, (ready, *bounds))]
+    sizes = {"AS": limits.memory_mb * _MB, "FSIZE": limits.files_mb * _MB}
+    return {**sizes, "CPU": processor, "NOFILE": 64, "CORE": 0}
 
 
-def _followed(running: subprocess.Popen[bytes], limits: ProgramLimits) -> tuple[tuple[str, str], str | None]:
+def launcher(ready: str, limits: Mapping[str, int], *flags: str) -> str:
+    """A program that sets these limits within the sandbox, says so to the descriptor that the expression `ready` gives,
+    closes it, and becomes Python with /program.py and the flags."""
+    return _LAUNCHER.format(ready=ready, limits=dict(limits), said=READY, flags=flags)
+
+
+def followed(running: subprocess.Popen[bytes], limits: ProgramLimits) -> tuple[tuple[str, str], str | None]:
     """Output and errors until both are closed, or the limit that stopped them."""
     assert running.stdout is not None and running.stderr is not None
     read = {running.stdout.fileno(): b"", running.stderr.fileno(): b""}
@@ -206,8 +217,8 @@ def _end(running: subprocess.Popen[bytes], first: int | None) -> None:
     bubblewrap. Raises SandboxFailed: it is still there."""
     running.kill()
     running.wait()
-    if first is not None and not select.select([first], [], [], _GONE_S)[0]:
-        raise SandboxFailed(f"processes of a program are still there {_GONE_S:.0f} s after they were ended")
+    if first is not None and not select.select([first], [], [], GONE_S)[0]:
+        raise SandboxFailed(f"processes of a program are still there {GONE_S:.0f} s after they were ended")
     if first is not None:
         with suppress(ChildProcessError):  # it is ours to collect only where orphans become our children
             os.waitid(os.P_PIDFD, first, os.WEXITED)

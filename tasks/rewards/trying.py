@@ -14,12 +14,11 @@ from storage.errors import InputError, StageFailed
 from tasks.config.reward import RewardFunction, RewardSection
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.calling import NotCallable, parameters_of
-from tasks.rewards.code import SECONDS
+from tasks.rewards.code import SECONDS, check_programs
 from tasks.rewards.judge import Judge
 from tasks.rewards.pool import Refused, Response, Worker, score_in_processes
 from tasks.rewards.resolve import find_reward, own_function, values_of
 from tasks.rewards.sample import Score
-from tasks.rewards.sandbox import check_sandbox
 from tasks.rewards.scoring import failures_allowed, order_of, own_judges, score_responses, scoring_processes
 from trainer_core.effects import Unused, without_effect
 
@@ -65,7 +64,7 @@ def _checked(document: str) -> None:
     for part in section.parts:
         order = order_of(section, part)
         if order.target.traits.needs_sandbox:
-            check_sandbox()
+            check_programs(str(part.arguments.get("image", "")))
             _check_seconds(section, part)
         try:
             if order.target.traits.asks and not order.target.traits.values:
