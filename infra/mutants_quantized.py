@@ -46,6 +46,22 @@ QUANTIZED = (
         ("tests/tasks/config/test_engine.py",),
     ),
     Mutant(
+        "probe-of-fp8-by-the-limits-of-bf16",
+        "a sync of a trainer with FP8 is measured by the limits of bf16, and refused",
+        "tasks/stages/probe.py",
+        '"fp8" if config.train.fp8 else config.train.precision',
+        "config.train.precision",
+        ("tests/tasks/stages/test_probe.py",),
+    ),
+    Mutant(
+        "teacher-in-fp8",
+        "a teacher computes with the FP8 numbers of the policy's setting",
+        "trainer_core/config.py",
+        '{"lora": None, "fp8": None, ',
+        '{"lora": None, ',
+        ("tests/trainer_core/test_config.py",),
+    ),
+    Mutant(
         "fp8-on-cpu-starts",
         "a run on CPU whose engines shall compute with FP8 numbers is not refused before the start",
         "tasks/model_checks/fitness.py",

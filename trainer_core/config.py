@@ -185,6 +185,12 @@ class TrainerConfig(Frozen):
     seed: int = 0
     """Seeds the ranks' random generators and the shuffling of mini-batches; in a run `run.seed` takes its place."""
 
+    @property
+    def of_teacher(self) -> "TrainerConfig":
+        """The same for a teacher beside the policy: what concerns updates alone is not its, nor FP8."""
+        megatron = MegatronConfig(attention=self.megatron.attention, gradient_accumulation_fusion=False)
+        return self.model_copy(update={"lora": None, "fp8": None, "experts": ExpertsConfig(), "megatron": megatron})
+
     @model_validator(mode="after")
     def _frozen_weights_have_no_gradients(self) -> "TrainerConfig":
         megatron = self.megatron

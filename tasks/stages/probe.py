@@ -29,7 +29,7 @@ _LIMITS = {"fp32": Difference(1e-3, 5e-3), "bf16": Difference(3e-2, 1e-1), "fp8"
 
 def limits(config: RunConfig) -> Difference:
     """The configured limits, or by default at least three times the difference measured in the coarser precision."""
-    used = (config.engine.numbers, config.train.precision)
+    used = (config.engine.numbers, "fp8" if config.train.fp8 else config.train.precision)
     section, usual = config.sync, next(_LIMITS[numbers] for numbers in ("fp8", "bf16", "fp32") if numbers in used)
     mean = usual.mean if section.max_mean_difference is None else section.max_mean_difference
     return Difference(mean, usual.largest if section.max_difference is None else section.max_difference)

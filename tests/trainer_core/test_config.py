@@ -138,3 +138,11 @@ def test_a_critic_that_is_missing_or_of_no_use_is_refused(given, named):
     with pytest.raises(ValidationError) as refused:
         TrainerConfig.model_validate(document)
     assert [text for text in named if text not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("given", [{"lora": {"rank": 4}}, {"precision": "bf16", "fp8": "tensorwise"}])
+def test_a_teacher_has_neither_adapters_nor_fp8(given):
+    least = {"optimizer": {"learning_rate": 1e-3}, "max_length": 8}
+    teacher = TrainerConfig.model_validate({**least, **given}).of_teacher
+    assert (teacher.lora, teacher.fp8) == (None, None)
+    assert teacher.max_length == 8

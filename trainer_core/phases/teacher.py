@@ -4,7 +4,7 @@ import numpy as np
 
 from trainer_core.batches.micro_batching import BatchLimits
 from trainer_core.batches.sequences import Samples, TeacherScores
-from trainer_core.config import ExpertsConfig, MegatronConfig, MemoryConfig, TrainerConfig
+from trainer_core.config import MemoryConfig, TrainerConfig
 from trainer_core.model import rng
 from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import build_model, read_weights
@@ -26,11 +26,8 @@ class Teacher:
     ) -> None:
         """Build the model of a Hugging Face directory and read its weights. Collective; raises as `build_model`. The
         policy has the first `vocab_size` tokens of its vocabulary."""
-        # what concerns updates alone is not the teacher's
-        megatron = MegatronConfig(attention=config.megatron.attention, gradient_accumulation_fusion=False)
-        own = config.model_copy(update={"lora": None, "experts": ExpertsConfig(), "megatron": megatron})
         with rng.undisturbed():
-            self._model = build_model(directory, own, platform, deterministic, "frozen")
+            self._model = build_model(directory, config.of_teacher, platform, deterministic, "frozen")
             read_weights(self._model)
         limits = BatchLimits(config.micro_batch_tokens, config.micro_batch_size)
         top_k = 0 if config.policy.distill is None else config.policy.distill.top_k

@@ -49,6 +49,7 @@ def test_differences_within_the_limits_are_reported():
         (["train.precision=bf16"], Difference(3e-2, 1e-1)),
         (["engine.precision=bf16", "sync.max_difference=0.3"], Difference(3e-2, 3e-1)),
         (["engine.precision=bf16", "engine.quantization=fp8"], Difference(0.2, 1.4)),
+        (["engine.precision=bf16", "train.precision=bf16", "train.fp8=tensorwise"], Difference(0.2, 1.4)),
         (["sync.max_mean_difference=1e-4"], Difference(1e-4, 5e-3)),
     ],
 )
