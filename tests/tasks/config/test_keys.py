@@ -24,8 +24,9 @@ ALSO_READ = {
     # trainer ranks are started with it, and stay up behind the stage that needs them
     "weight-sync: run.seed",
     "evaluate: run.seed",
-    # the limits of the probe are wider for bf16; a sync is accepted or not, and delivers the same
+    # the limits of the probe are wider for bf16 and for FP8; a sync is accepted or not, and delivers the same
     "weight-sync: train.precision",
+    "weight-sync: train.fp8",
 }
 """Settings that a stage reads without being decided by them."""
 
