@@ -134,8 +134,8 @@ AHEAD = (
         "ahead-on-a-card-that-is-too-small",
         "a rank and engines that one card cannot hold begin to start side by side",
         "tasks/workers/room.py",
-        "    if of_rank + of_engines <= card_bytes:\n",
-        "    if True:\n",
+        "if len(found) > 1 and sum(found.values()) > card_bytes:",
+        "if False:",
         ("tests/tasks/workers/test_room.py",),
     ),
     Mutant(

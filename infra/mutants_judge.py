@@ -144,4 +144,12 @@ JUDGE = (
         "padding",
         _VALUES,
     ),
+    Mutant(
+        "no-room-for-a-judge",
+        "the engine that judges is to start on a card that its neighbours fill",
+        "tasks/workers/room.py",
+        "if config.engines is not None and card in judge:",
+        "if False:",
+        ("tests/tasks/workers/test_room.py",),
+    ),
 )

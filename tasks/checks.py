@@ -13,7 +13,7 @@ from storage.parts import read_part, read_parts
 from storage.schema import PROMPTS
 from tasks.config.credentials import check_root_url
 from tasks.config.environment import Settings
-from tasks.config.others import KEYS, Other
+from tasks.config.others import KEYS
 from tasks.config.reward import RewardSection
 from tasks.config.run import RunConfig
 from tasks.data.backends import token_bytes
@@ -35,12 +35,10 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, other_parts, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes, have_fp8
-from tasks.workers.placement import placement, transport
-from tasks.workers.room import check_room
+from tasks.workers.placement import card_of_judge, placement, transport
+from tasks.workers.room import Parameters, check_room
 from trainer_core.config import Device, is_classifier
 from trainer_core.objectives.objective_config import check_sampling
-
-_HELD: tuple[Other, ...] = ("teacher", "critic")  # beside the trained model, by a trainer rank
 
 
 def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None) -> None:
@@ -57,6 +55,8 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     else:
         check_continued(config, root, Prepared(prepared))
         check_kept(config, root, prepared, "the run's model")
+        if config.retrain is not None and find(root, prepared.run, 0, Stage.SELECT) is None:  # which stores the teacher
+            _check_teacher(config, root, prepared)
         called = config.scores and config.retrain is None and config.environment is None
         if called and "train.arrow" in prepared.part_names:
             stored = Keyed(prepared.digest, (root, prepared))
@@ -79,16 +79,26 @@ def reward_calls(config: RunConfig) -> tuple[Call, ...]:
 def check_branch(config: RunConfig, source: Root, prepared: Manifest) -> None:
     """The checks of a run that begins with another's model and prompts. Raises InputError: as `check_config`."""
     if config.model.source is not None:
-        check_model(config.model, source, Prepared(prepared))
-    check_others(config, source, Prepared(prepared))
+        check_model(config.model, prepared)
+    check_others(config, prepared)
     check_kept(config, source, prepared, f"the model of run {prepared.run!r}")
-    facts = json.loads(read_part(source, prepared.part(f"{MODEL}config.json")))
-    check_teacher(config, facts, lambda: stored_codec(source, Prepared(prepared)).backend, _device(config))
+    _check_teacher(config, source, prepared)
+
+
+def _check_teacher(config: RunConfig, root: Root, prepared: Manifest) -> None:
+    facts = json.loads(read_part(root, prepared.part(f"{MODEL}config.json")))
+    check_teacher(config, facts, lambda: stored_codec(root, Prepared(prepared)).backend, _device(config))
 
 
 def prepared_stage(root: Root, run: str) -> Manifest | None:
     """The stage `prepare` of a run that was recorded, if it is committed."""
     return find(root, run, 0, Stage.PREPARE) if root.exists(layout.run_config_key(run)) else None
+
+
+def parameters_of(config: RunConfig) -> Parameters:
+    """Numbers of weights of the models of a run that begins. Raises InputError: files of one cannot be listed."""
+    own = count_parameters(config.model, model_facts(config))
+    return Parameters(own, **{kind: other_parameters(config, kind) for kind in KEYS})
 
 
 def model_facts(config: RunConfig) -> Facts:
@@ -103,6 +113,11 @@ def advice(config: RunConfig) -> Iterator[str]:
     cores = len(os.sched_getaffinity(0))
     if settings.device(config.device.kind) == "cpu" and ranks > cores:
         yield f"{ranks} trainer ranks share {cores} cores: a layout with fewer ranks under [train.parallel] is faster"
+    if (critic := config.train.critic) is not None and config.retrain is None:
+        made = (config.run.iterations - 1) * critic.epochs * critic.mini_batches  # before the last iteration begins
+        if 0 <= made < critic.updates_alone:
+            fact = f"train.critic.updates_alone = {critic.updates_alone} lets the critic learn alone in all"
+            yield f"{fact} {config.run.iterations} iterations (run.iterations), and the policy in none"
 
 
 def prompt_notes(config: RunConfig, prepared: Manifest | None) -> tuple[str, ...]:
@@ -115,8 +130,7 @@ def _check_content(document: str, device: Device) -> None:
     config = RunConfig.model_validate_json(document)
     facts = source_facts(config, device)
     _check_settings(config, facts, device, "model.generate" if config.model.source is None else "model.source")
-    own = functools.partial(count_parameters, config.model, facts)
-    _check_room(config, device, lambda: (own(), *(other_parameters(config, kind) for kind in _HELD)))
+    _check_room(config, device, lambda: parameters_of(config))
     if config.rollout.stop:
         token_bytes(text_codec(config).backend)  # or an engine could not look for them
     tables = check_prompts(config).tables
@@ -146,8 +160,13 @@ def check_kept(config: RunConfig, root: Root, prepared: Manifest, where: str) ->
     _check_settings(config, facts, device := _device(config), where)
     judge = other_parts(prepared, "judge").get("config.json")
     _check_kind(config, None if judge is None else json.loads(read_part(root, judge)))
-    held = (prepared.below(MODEL), *(other_parts(prepared, kind) for kind in _HELD))
-    _check_room(config, device, lambda: tuple(_stored_parameters(root, parts) for parts in held))
+    stored = functools.partial(_stored_parameters, root)
+    others = {kind: other_parts(prepared, kind) for kind in KEYS}
+    _check_room(
+        config,
+        device,
+        lambda: Parameters(stored(prepared.below(MODEL)), **{kind: stored(parts) for kind, parts in others.items()}),
+    )
     check_stored_prompts(config, root, prepared)
 
 
@@ -319,14 +338,13 @@ def _check_cards(config: RunConfig) -> None:
         raise InputError(f"{fact}, which some of the visible ones lack: leave it out, or choose other cards")
 
 
-def _check_room(config: RunConfig, device: Device, parameters: Callable[[], tuple[int, ...]]) -> None:
-    """Refuse rollouts beside a training where a card that they share is too small for both, as far as that is known.
-    The parameters are those of the model, of a teacher and of a critic from a folder."""
+def _check_room(config: RunConfig, device: Device, parameters: Callable[[], Parameters]) -> None:
+    """Refuse processes that a card is too small for at once, as far as that is known."""
     settings = Settings.from_environment()
-    if device == "cpu" or not (config.rollout.ahead and settings.local) or config.retrain is not None:
+    if device == "cpu" or not settings.local or config.retrain is not None:
         return
-    if (size := card_bytes(len(settings.gpus))) is not None:
-        check_room(config, *parameters(), place=placement(config, settings), card_bytes=size)
+    if (config.rollout.ahead or config.engines is not None) and (size := card_bytes(len(settings.gpus))) is not None:
+        check_room(config, parameters(), placement(config, settings), card_of_judge(settings, device), size)
 
 
 def _device(config: RunConfig) -> Device:

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 from storage.backends.root import Root
 from storage.digest import file_digest
 from storage.errors import InputError
-from storage.manifest import Part
+from storage.manifest import Manifest, Part, find
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import changed_meaning, fixed_by_prepare
@@ -35,26 +35,25 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
     run = prepared.manifest.run
     _check_settings(config, root, run)
     if config.model.source is not None:
-        check_model(config.model, root, prepared)
-    if config.retrain is None:  # stage `select` stores that of a run on stored samples
-        _check_other(config, root, prepared, "teacher")
-    check_others(config, root, prepared)
+        check_model(config.model, prepared.manifest)
+    selected = None if config.retrain is None else find(root, run, 0, Stage.SELECT)  # which stores its teacher
+    if config.retrain is None or selected is not None:
+        _check_other(config, selected or prepared.manifest, "teacher")
+    check_others(config, prepared.manifest)
 
 
-def check_others(config: RunConfig, root: Root, prepared: Prepared) -> None:
+def check_others(config: RunConfig, prepared: Manifest) -> None:
     """Refuse a judge, or a model that a critic begins with, that is not the one that was stored. Raises InputError."""
-    _check_other(config, root, prepared, "judge")
-    if (critic := other_model(config, "critic")) is not None and not other_parts(prepared.manifest, "critic"):
-        fact = (
-            f"{KEYS['critic']} is {critic.source!r}, but run {prepared.manifest.run!r} has stored no model for a critic"
-        )
+    _check_other(config, prepared, "judge")
+    if (critic := other_model(config, "critic")) is not None and not other_parts(prepared, "critic"):
+        fact = f"{KEYS['critic']} is {critic.source!r}, but run {prepared.run!r} has stored no model for a critic"
         raise InputError(f"{fact}: leave it out, or start a new run")
-    _check_other(config, root, prepared, "critic")
+    _check_other(config, prepared, "critic")
 
 
-def _check_other(config: RunConfig, root: Root, prepared: Prepared, kind: Other) -> None:
+def _check_other(config: RunConfig, holder: Manifest, kind: Other) -> None:
     if (section := other_model(config, kind)) is not None:
-        check_model(section, root, prepared, f"{kind}/", KEYS[kind])
+        check_model(section, holder, f"{kind}/", KEYS[kind])
 
 
 def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, JsonValue]) -> str | None:
@@ -92,28 +91,26 @@ def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
     return found
 
 
-def check_model(
-    section: ModelSection, root: Root, prepared: Prepared, prefix: str = MODEL, key: str = MODEL_KEY
-) -> None:
-    """Raises InputError: a file of the model, or of another of the run, is not what was stored. Its parts begin with
-    `prefix`, and the setting `key` names it. A model that is gone is no matter."""
+def check_model(section: ModelSection, holder: Manifest, prefix: str = MODEL, key: str = MODEL_KEY) -> None:
+    """Raises InputError: a file of the model, or of another of the run, is not what a stage, the `holder`, has stored.
+    Its parts begin with `prefix`, and the setting `key` names it. A model that is gone is no matter."""
     try:
         folder = find_model(section, key)
         there = folder.files()
     except InputError:  # away: the run has its own copy
         return
-    stored = prepared.manifest.below(prefix)
+    stored = holder.below(prefix)
     if not stored.keys() & there.keys():  # an empty folder is away too
         return
     for name, part in stored.items():
         if name not in there:
-            raise _changed(folder, prepared, f"{name} was there when the run was started, and is not now")
+            raise _changed(folder, holder.run, f"{name} was there when the run was started, and is not now")
         if there[name] != part.bytes:
-            raise _changed(folder, prepared, f"{name} had {part.bytes} bytes, and now has {there[name]}")
+            raise _changed(folder, holder.run, f"{name} had {part.bytes} bytes, and now has {there[name]}")
         if (found := _digest(folder, name, there[name], part)) != part.digest:
-            raise _changed(folder, prepared, f"{name} had the digest {part.digest}, and now has {found}")
+            raise _changed(folder, holder.run, f"{name} had the digest {part.digest}, and now has {found}")
     if new := [name for name in there if is_weights(name) and name not in stored and name in _weights(folder)]:
-        raise _changed(folder, prepared, f"{new[0]} was not there when the run was started")
+        raise _changed(folder, holder.run, f"{new[0]} was not there when the run was started")
 
 
 def _weights(folder: ModelFolder) -> list[str]:
@@ -137,8 +134,7 @@ def _file_digest(path: Path, _size: int, _modified: int) -> str:
     return file_digest(path)[0]
 
 
-def _changed(folder: ModelFolder, prepared: Prepared, fact: str) -> InputError:
-    run = prepared.manifest.run
+def _changed(folder: ModelFolder, run: str, fact: str) -> InputError:
     return InputError(
         f"{folder} is not the model that run {run!r} was started with: {fact}. The run has "
         f"its own copy of that model, so it continues if {folder.key} names nothing that can be read, or the former "

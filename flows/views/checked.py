@@ -10,17 +10,14 @@ from rich.text import Text
 from flows.views.output import size, some
 from flows.views.samples import printable
 from flows.views.trackers import check_trackers
-from tasks.checks import advice, check_content, model_facts, reward_calls
+from tasks.checks import advice, check_content, parameters_of, reward_calls
 from tasks.config.environment import Settings
-from tasks.config.others import KEYS
 from tasks.config.run import RunConfig
-from tasks.data.models import count_parameters
 from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
-from tasks.model_checks.objective import other_parameters
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
-from tasks.workers.room import OPTIMIZER, WEIGHT, engine_bytes, rank_bytes
+from tasks.workers.room import OPTIMIZER, WEIGHT, Parameters, engine_bytes, rank_bytes, trained
 from tasks.workers.scratch import check_folders
 from trainer_core.config import Device
 
@@ -47,25 +44,16 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     states_kept: int  # train states kept at the end, by `[storage]`
 
 
-def needs_of(
-    config: RunConfig,
-    device: Device,
-    parameters: int,
-    prompt_bytes: int,
-    teacher: int = 0,
-    judge: int = 0,
-    critic: int = 0,
-) -> Needs:
-    """Estimate the resources of a run, from the number of its model's weights, those of a teacher, of a judge and of a
-    critic that does not begin with the policy, and the size of its tables of prompts."""
+def needs_of(config: RunConfig, device: Device, held: Parameters, prompt_bytes: int) -> Needs:
+    """Estimate the resources of a run from the weights of its models and the size of its tables of prompts."""
     weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
-        device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=parameters,
-        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, parameters, teacher, critic),
-        engine_bytes=engine_bytes(config.engine, parameters),
-        judge_bytes=0 if config.engines is None else engine_bytes(config.engines.judge, judge),
-        stored_bytes=(parameters + teacher + judge + critic) * weight + prompt_bytes,
-        state_bytes=(parameters + (0 if config.train.critic is None else critic or parameters)) * (weight + optimizer),
+        device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=held.model,
+        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, held),
+        engine_bytes=engine_bytes(config.engine, held.model),
+        judge_bytes=0 if config.engines is None else engine_bytes(config.engines.judge, held.judge),
+        stored_bytes=sum(held) * weight + prompt_bytes,
+        state_bytes=trained(config, held) * (weight + optimizer),
         states_kept=_states_kept(config),
     )  # fmt: skip
 
@@ -124,7 +112,6 @@ def checked(config: RunConfig) -> Checked:
     check_trackers(config.report)
     codec, prompts = text_codec(config), check_prompts(config)
     train = prompts.tables["train"]
-    parameters = count_parameters(config.model, model_facts(config))
     prompt_bytes, device = sum(table.nbytes for table in prompts.tables.values()), Settings.from_environment().device
     example, solved = _example(train, 0, codec), _solved(prompts.tables.get("warmup"), codec)
     calls = reward_calls(config)
@@ -140,13 +127,7 @@ def checked(config: RunConfig) -> Checked:
         sources=_counts(prompts),
         reward=tuple(map(shown, calls)),
         notes=(*prompts.notes, *notes_of(config, codec, train), *_unsolved(prompts), *about_run),
-        needs=needs_of(
-            config,
-            device(config.device.kind),
-            parameters,
-            prompt_bytes,
-            **{kind: other_parameters(config, kind) for kind in KEYS},
-        ),
+        needs=needs_of(config, device(config.device.kind), parameters_of(config), prompt_bytes),
     )
 
 
@@ -216,7 +197,7 @@ def _needs(needs: Needs) -> list[str]:
     whole = size(needs.stored_bytes + needs.state_bytes * needs.states_kept)
     return [
         f"would start on {needs.device}: {needs.ranks} trainer ranks, {needs.engines} engines, "
-        f"{'an engine that judges, ' if needs.judge_bytes else ''}{scoring}",
+        f"{'an engine for rewards, ' if needs.judge_bytes else ''}{scoring}",
         f"memory, without activations: {size(needs.rank_bytes)} a rank, {size(needs.engine_bytes)} an engine "
         f"({needs.parameters:,} weights)" + (f", {size(needs.judge_bytes)} the judge" if needs.judge_bytes else ""),
         f"disk, without samples: {whole} (model and prompts {once}, states {kept})",

@@ -335,7 +335,7 @@ def _drawn_at_once(config: RunConfig) -> str | None:
 def _not_older(config: RunConfig) -> str | None:
     section = config.rollout
     bounded = section.max_staleness is None or section.updates == "in-flight" or section.max_staleness < section.ahead
-    return None if bounded else f"rollout.ahead = {section.ahead}, by which all samples are older"
+    return None if bounded else f'rollout.updates = "between", by which all tokens are {section.ahead} updates old'
 
 
 def _split(config: RunConfig) -> str | None:

@@ -16,6 +16,10 @@ def check_environment(config: RunConfig) -> None:
     assert config.environment is not None
     if config.retrain is not None:
         raise InputError("[environment] has no effect on stored samples, which [retrain] trains on: leave it out")
+    most, context = config.environment.tokens, config.engine.max_model_len
+    if most is not None and most >= context:
+        fact = f"environment.tokens = {most} is no limit, because engine.max_model_len = {context} ends conversations"
+        raise InputError(f"{fact} before: lower it, or leave it out")
     _check(config.environment.model_dump_json())
 
 

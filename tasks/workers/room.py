@@ -1,7 +1,8 @@
-"""Memory that trainer ranks and engines hold, without activations, and the room for both on a card."""
+"""Memory that trainer ranks and engines hold, without activations, and the room for them on a card."""
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from storage.errors import InputError
 from tasks.config.engines import JudgeEngine
@@ -16,15 +17,28 @@ _GRADIENT = 4  # kept in fp32
 _GIB = 1 << 30
 
 
-def rank_bytes(config: RunConfig, parameters: int, teacher: int = 0, critic: int = 0) -> int:
-    """Memory of a trainer rank: weights, gradients and optimizer of the model, and of a critic, with as many parameters
-    unless it has `critic` of them; the reference model if there is one; and the weights of a teacher, which has
-    `teacher` parameters. Experts count as if each rank had all of them."""
+class Parameters(NamedTuple):
+    """Numbers of weights of the models of a run; 0 for one that it has not."""
+
+    model: int
+    teacher: int = 0
+    critic: int = 0
+    """Of a critic that does not begin with the policy."""
+    judge: int = 0
+
+
+def trained(config: RunConfig, held: Parameters) -> int:
+    """Number of weights that are trained: the model's, and a critic's."""
+    return held.model + (0 if config.train.critic is None else held.critic or held.model)
+
+
+def rank_bytes(config: RunConfig, held: Parameters) -> int:
+    """Memory of a trainer rank: weights, gradients and optimizer of the model, and of a critic; the reference model if
+    there is one; and the weights of a teacher. Experts count as if each rank had all of them."""
     weight, parallel = WEIGHT[config.train.precision], config.train.parallel
-    trained = weight + _GRADIENT + OPTIMIZER[config.train.precision] / parallel.replicas
-    learning = parameters + (0 if config.train.critic is None else critic or parameters)
-    held = teacher + (parameters if config.train.policy.needs_reference else 0)
-    return round((learning * trained + held * weight) / (parallel.tensor * parallel.pipeline))
+    each = weight + _GRADIENT + OPTIMIZER[config.train.precision] / parallel.replicas
+    frozen = held.teacher + (held.model if config.train.policy.needs_reference else 0)
+    return round((trained(config, held) * each + frozen * weight) / (parallel.tensor * parallel.pipeline))
 
 
 def engine_bytes(section: EngineSection | JudgeEngine, parameters: int) -> int:
@@ -33,27 +47,47 @@ def engine_bytes(section: EngineSection | JudgeEngine, parameters: int) -> int:
     return parameters * WEIGHT[section.precision] + (KV_CACHE_BYTES_ON_CPU if mib is None else mib << 20)
 
 
-def check_room(
-    config: RunConfig, parameters: int, teacher: int, critic: int, place: Placement, card_bytes: int
-) -> None:
-    """Refuse rollouts beside a training on cards that cannot hold a rank and engines at once; parameters as
-    `rank_bytes`. Raises InputError."""
-    workers = Counter(card for cards in place.engines for card in cards)
-    shared = [card for card in place.ranks if card in workers]
-    if not shared:
-        return
-    section, most = config.engine, max(workers[card] for card in shared)
-    setting = "gpu_memory_utilization" if section.kv_cache_mib is None else "kv_cache_mib"
-    of_engines = round(section.gpu_memory_utilization * card_bytes)
-    if section.kv_cache_mib is not None:
-        weights = parameters * WEIGHT[section.precision] // section.tensor
-        of_engines = most * (weights + (section.kv_cache_mib << 20))
-    of_rank = rank_bytes(config, parameters, teacher, critic) // config.train.parallel.expert  # at least
-    if of_rank + of_engines <= card_bytes:
-        return
-    raise InputError(
-        f"rollout.ahead = {config.rollout.ahead} lets engines sample while the trainer trains, and card {shared[0]} of "
-        f"{card_bytes / _GIB:.1f} GiB cannot hold both: without activations a rank takes {of_rank / _GIB:.1f} GiB and "
-        f"engines {of_engines / _GIB:.1f} GiB, with engine.{setting} = {section.model_dump()[setting]}. Lower that, "
-        'give engines cards of their own (engine.cards = "own"), or set rollout.ahead to 0'
+def check_room(config: RunConfig, held: Parameters, place: Placement, judge: tuple[str, ...], card_bytes: int) -> None:
+    """Refuse a card with more than it can hold at once of: a rank, if rollouts run beside its training; engines that do
+    not sleep; and the engine that judges, whose cards are `judge`. Raises InputError."""
+    workers, section = Counter(card for cards in place.engines for card in cards), config.engine
+    for card in dict.fromkeys([*place.ranks, *judge]):
+        found = dict[str, int]()
+        if config.rollout.ahead and card in place.ranks:
+            found["a rank"] = rank_bytes(config, held) // config.train.parallel.expert  # at least
+        if workers[card] and not section.sleep:
+            share = workers[card] / max(workers.values())
+            one = _taken_bytes(section, held.model // section.tensor, round(share * card_bytes))
+            found["engines"] = one if section.kv_cache_mib is None else one * workers[card]
+        if config.engines is not None and card in judge:
+            found["the engine that judges"] = _taken_bytes(config.engines.judge, held.judge, card_bytes)
+        if len(found) > 1 and sum(found.values()) > card_bytes:
+            raise InputError(_too_much(config, card, found, card_bytes))
+
+
+def _taken_bytes(section: EngineSection | JudgeEngine, parameters: int, card_bytes: int) -> int:
+    """Memory of one engine; without a size of its key-value cache that of all engines that divide the card."""
+    if section.kv_cache_mib is None:
+        return round(section.gpu_memory_utilization * card_bytes)
+    return parameters * WEIGHT[section.precision] + (section.kv_cache_mib << 20)
+
+
+def _too_much(config: RunConfig, card: str, found: Mapping[str, int], card_bytes: int) -> str:
+    sections: dict[str, tuple[str, EngineSection | JudgeEngine]] = {"engines": ("engine", config.engine)}
+    if config.engines is not None:
+        sections["the engine that judges"] = ("engines.judge", config.engines.judge)
+    taken = []
+    for what, size in found.items():
+        setting = ""
+        if what in sections:
+            key, section = sections[what]
+            name = "gpu_memory_utilization" if section.kv_cache_mib is None else "kv_cache_mib"
+            setting = f" with {key}.{name} = {dict(section)[name]}"
+        taken.append(f"{size / _GIB:.1f} GiB for {what}{setting}")
+    ahead = config.rollout.ahead if "a rank" in found else 0
+    before = f"rollout.ahead = {ahead} lets engines sample while the trainer trains, and " if ahead else ""
+    repair = 'give engines cards of their own (engine.cards = "own"), or set rollout.ahead to 0'
+    return (
+        f"{before}card {card} of {card_bytes / _GIB:.1f} GiB cannot hold at once what it would have: without "
+        f"activations {', '.join(taken)}. Lower a setting, {repair if ahead else 'or make more cards visible'}"
     )

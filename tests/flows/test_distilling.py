@@ -171,9 +171,26 @@ def test_stored_samples_are_distilled_offline(whole: Root, teacher: Path, tmp_pa
     assert found == [8, 8]
 
 
-def refused(config: RunConfig, root: Root, said: str) -> None:
+def test_a_retraining_keeps_its_teacher(whole: Root, teacher: Path, tmp_path: Path):
+    shutil.copytree(whole.url.removeprefix("file:"), tmp_path / "runs")
+    root, folder = open_root(str(tmp_path / "runs")), shutil.copytree(teacher, tmp_path / "teacher")
+    config = retrain_config(root, "again", {"start": f"{RUN}@0", "select": [RUN]}, None, [f'{KEY}="{folder}"', *ALONE])
+    begin_retraining(root, "again", config)
+    tokenizer, weights = folder / "tokenizer.json", folder / "model.safetensors"
+    own = tokenizer.read_text()
+    tokenizer.write_text(own.replace('"7"', '"seven"'))
+    refused(config, root, "another tokenizer than the model", "again")
+    tokenizer.write_text(own)
+    with pytest.raises(Killed):
+        driven(root, tmp_path / "scratch", config, run="again", at=killing(Stage.TRAIN, 1, Point.MID_PART))
+    check_config(config, root, prepared_stage(root, "again"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    refused(config, root, f"{KEY} .*teacher is not the model that run 'again' was started with", "again")
+
+
+def refused(config: RunConfig, root: Root, said: str, run: str = RUN) -> None:
     with pytest.raises(InputError, match=said):
-        check_config(config, root, prepared_stage(root, RUN))
+        check_config(config, root, prepared_stage(root, run))
 
 
 def test_a_teacher_that_cannot_score_is_refused_before_the_start(teacher: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from flows.views.checked import needs_of, notes_of, of_kind, of_kinds
 from storage.backends.root import open_root
 from tasks.config.document import load_config, parse_config
 from tasks.data.sources import check_prompts, text_codec
+from tasks.workers.room import Parameters
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 from tests.tasks.data.chat_model import TEMPLATE, chat_model
@@ -113,15 +114,22 @@ def test_what_processes_take():
         },
         "engine": {"kv_cache_mib": 3, "precision": "bf16"},
     }
-    needs = needs_of(parse_config(document, "test"), "cpu", parameters=1000, prompt_bytes=7)
+    needs = needs_of(parse_config(document, "test"), "cpu", Parameters(1000), prompt_bytes=7)
     assert needs.ranks == 8
     assert needs.rank_bytes == 500 * (2 + 4 + 12 / 4)
     assert needs.engine_bytes == 2000 + (3 << 20)
     assert (needs.stored_bytes, needs.state_bytes, needs.states_kept) == (2007, 14_000, 2)
     critic = {"policy": {"advantage": {"type": "gae"}}, "critic": {"learning_rate": 1e-3}}
     config = parse_config(document | {"train": document["train"] | critic}, "test")
-    needs = needs_of(config, "cpu", parameters=1000, prompt_bytes=7, teacher=100)
+    needs = needs_of(config, "cpu", Parameters(1000, teacher=100), prompt_bytes=7)
     assert (needs.rank_bytes, needs.state_bytes) == (2 * 4500 + 50 * 2, 28_000)
+
+
+def test_a_critic_that_learns_alone_in_all_iterations_is_told_of(checked):
+    settings = [f"--set=train.{one}" for one in ("policy.advantage.type=gae", "critic.learning_rate=1e-3")]
+    said = "train.critic.updates_alone = {} lets the critic learn alone in all 10 iterations"
+    assert said.format(10) in checked(*settings, "--set=train.critic.updates_alone=10")
+    assert said.format(9) not in checked(*settings, "--set=train.critic.updates_alone=9")
 
 
 OWN = """

@@ -54,10 +54,7 @@ def test_the_stored_document_reads_back_equal(tmp_path):
         ("rollout.most_prompts=32", "most_prompts has no effect with rollout.prompts = 32, which are no fewer"),
         ("rollout.pause_tokens=4", 'pause_tokens has no effect with rollout.updates = "between"'),
         ("rollout.open_prompts=64", 'open_prompts has no effect with rollout.updates = "between"'),
-        (
-            "rollout.max_staleness=1",
-            "max_staleness has no effect with rollout.ahead = 0, by which all",
-        ),
+        ("rollout.max_staleness=1", 'max_staleness has no effect with rollout.updates = "between", by which all'),
         ("model.download=true", "model.download has no effect with model.generate"),
         ("model.accept=['hidden_act']", "model.accept has no effect with model.generate: leave it out"),
         (

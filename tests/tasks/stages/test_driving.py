@@ -159,6 +159,11 @@ def test_a_policy_at_its_limits_has_a_reward(tmp_path):
     [
         ("strange", (), "expected `async def strange"),
         ("sums", ("environment.arguments.rounds=2",), "rounds"),
+        (
+            "sums",
+            ("environment.tokens=100", "engine.max_model_len=100"),
+            "environment.tokens = 100 is no limit",
+        ),
         ("sums", ('environment.reasoning_parser="qwen3"',), "reasoning_parser"),
         ("../environments/sums.py:Sums", ('environment.sampling="refuse"',), "is for clients"),
     ],

@@ -8,7 +8,7 @@ from storage.errors import InputError
 from tasks.checks import check_content
 from tasks.workers import peers
 from tasks.workers.placement import Placement
-from tasks.workers.room import check_room
+from tasks.workers.room import Parameters, check_room
 from tests.small.config import small_config
 
 GIB = 1 << 30
@@ -18,6 +18,7 @@ BOTH = Placement(device="cuda", ranks=("0",), engines=(("0",),))
 APART = Placement(device="cuda", ranks=("0",), engines=(("1",),))
 TWICE = Placement(device="cuda", ranks=("0",), engines=(("1",), ("0",), ("0",)))
 WEIGHTS = GIB  # a rank holds 18 bytes of each in bf16, an engine 2
+MODEL = Parameters(WEIGHTS)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ WEIGHTS = GIB  # a rank holds 18 bytes of each in bf16, an engine 2
     ],
 )
 def test_what_fits_is_let_pass(settings, place):
-    check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), WEIGHTS, 0, 0, place, CARD)
+    check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), MODEL, place, (), CARD)
 
 
 @pytest.mark.parametrize(
@@ -47,27 +48,62 @@ def test_what_fits_is_let_pass(settings, place):
 )
 def test_what_cannot_fit_is_refused_with_the_numbers_and_the_repair(settings, place, said):
     with pytest.raises(InputError) as refused:
-        check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), WEIGHTS, 0, 0, place, CARD)
+        check_room(small_config([*BF16, *settings, "rollout.ahead=1"]), MODEL, place, (), CARD)
     assert [one for one in ["rollout.ahead = 1", *said] if one not in str(refused.value)] == []
 
 
 @pytest.mark.parametrize(
-    ("settings", "teacher", "held"),
+    ("settings", "teacher", "taken"),
     [(["train.policy.advantage.type=gae", "train.critic.learning_rate=1e-4"], 0, 36), ([], 3 * GIB, 24)],
     ids=["critic", "teacher"],
 )
-def test_a_critic_and_a_teacher_take_room(settings, teacher, held):
-    config = small_config([*BF16, *settings, "rollout.ahead=1", f"engine.kv_cache_mib={(78 - held) << 10}"])
-    check_room(config, WEIGHTS, teacher, 0, BOTH, CARD)
-    check_room(config, WEIGHTS, teacher, WEIGHTS // 2, BOTH, CARD - (CARD >> 4) * (config.train.critic is not None))
-    with pytest.raises(InputError, match=f"a rank takes {held}.0 GiB"):
-        check_room(config, WEIGHTS, teacher, 0, BOTH, CARD - 1)
+def test_a_critic_and_a_teacher_take_room(settings, teacher, taken):
+    config = small_config([*BF16, *settings, "rollout.ahead=1", f"engine.kv_cache_mib={(78 - taken) << 10}"])
+    held = MODEL._replace(teacher=teacher)
+    check_room(config, held, BOTH, (), CARD)
+    smaller = CARD - (CARD >> 4) * (config.train.critic is not None)
+    check_room(config, held._replace(critic=WEIGHTS // 2), BOTH, (), smaller)
+    with pytest.raises(InputError, match=f"{taken}.0 GiB for a rank"):
+        check_room(config, held, BOTH, (), CARD - 1)
+
+
+JUDGE = ["reward.function=judge", "reward.arguments.rubric=short", "engines.judge.source=judge"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "judge", "said"),
+    [
+        (
+            ["rollout.ahead=1", "engine.kv_cache_mib=37888"],
+            BOTH,
+            "0",
+            ["18.0 GiB", "39.0 GiB", "24.0 GiB", "ahead to 0"],
+        ),
+        (["engine.gpu_memory_utilization=0.71"], APART, "1", ["engine.gpu_memory_utilization = 0.71", "more cards"]),
+        (
+            ["engine.gpu_memory_utilization=0.5", "engines.judge.kv_cache_mib=40960"],
+            BOTH,
+            "0",
+            ["engines.judge.kv_cache_mib = 40960", "44.0 GiB for the engine that judges with"],
+        ),
+        (["rollout.ahead=1", "engine.cards=own", "engines.judge.kv_cache_mib=59393"], APART, "0", ["a rank", "judges"]),
+    ],
+)
+def test_the_engine_that_judges_takes_room(settings, place, judge, said):
+    held = MODEL._replace(judge=WEIGHTS)
+    config = small_config([*BF16, *JUDGE, *settings])
+    with pytest.raises(InputError) as refused:
+        check_room(config, held, place, (judge,), CARD)
+    assert [one for one in said if one not in str(refused.value)] == []
+    check_room(config, held, place, ("2",), CARD)
+    if not config.rollout.ahead:  # while it scores they sleep
+        check_room(small_config([*BF16, *JUDGE, *settings, "engine.sleep=true"]), held, place, (judge,), CARD)
 
 
 def test_shares_of_experts_and_of_the_optimizer_count_once():
     settings = [*BF16, "train.parallel.data=2", "train.parallel.expert=2", "engine.kv_cache_mib=73728"]
     place = Placement(device="cuda", ranks=("0", "1"), engines=(("0",),))
-    check_room(small_config([*settings, "rollout.ahead=1"]), WEIGHTS, 0, 0, place, CARD)  # 6 + 2 + 72
+    check_room(small_config([*settings, "rollout.ahead=1"]), MODEL, place, (), CARD)  # 6 + 2 + 72
 
 
 class Driver:
@@ -100,7 +136,7 @@ def test_a_run_is_refused_before_its_start(monkeypatch, ahead):
     )
     try:
         if ahead:
-            with pytest.raises(InputError, match="cannot hold both"):
+            with pytest.raises(InputError, match="cannot hold at once"):
                 check_content(config)
         else:
             check_content(config)
