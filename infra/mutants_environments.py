@@ -155,8 +155,8 @@ ENVIRONMENTS = (
         "ends-of-earlier-hosts",
         "a host ends when a conversation ends that an earlier host has opened",
         "tasks/environments/host.py",
-        'processes.pop(asked["end"], None)',
-        'processes.pop(asked["end"])',
+        'elif asked.get("end") in processes:',
+        'elif "end" in asked:',
         ("tests/tasks/environments/test_hosting.py", *_PLAYED),
     ),
     Mutant(
@@ -166,5 +166,13 @@ ENVIRONMENTS = (
         "        resource.setrlimit(resource.RLIMIT_DATA, (most, most))",
         "        assert most",
         ("tests/tasks/environments/test_hosting.py",),
+    ),
+    Mutant(
+        "cached-blocks-of-steps-uncounted",
+        "the prefix cache's share in conversations by steps is not measured",
+        _STATE,
+        "event.answer.weight_version, event.cached)",
+        "event.answer.weight_version)",
+        ("tests/tasks/environments/test_trajectory.py",),
     ),
 )

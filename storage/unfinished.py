@@ -97,6 +97,7 @@ class TurnEvent(BaseModel, frozen=True, extra="forbid"):
     tools: tuple[dict[str, JsonValue], ...] = ()  # definitions that the policy was given
     answer: IncrementRecord | None = None  # answer of the policy, which the environment is called with
     finish_reason: str = ""  # end of that answer
+    cached: tuple[int, int] | None = None  # tokens before it that the prefix cache had, and those of one of its blocks
     calls: str = ""  # calls of tools in that answer, as JSON; empty where nobody reads them
     reward: float | None = None
     done: bool = False

@@ -1,11 +1,11 @@
-"""The bench of conversations: sessions that a harness drives through the endpoint of a rollout, against bare vLLM that
-is given the recorded turns with the same dependencies between them."""
+"""The bench of conversations: sessions of an environment, or of a harness that drives them through the endpoint of a
+rollout, against bare vLLM that is given the recorded turns with the same dependencies between them."""
 
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from infra.bench.bare_engine import Session, Sessions, Took, processor_seconds
-from infra.bench.cases import CASES, CaseName
+from infra.bench.cases import CASES, CaseName, Speaker
 from infra.bench.rollout import bare_engine
 from storage import layout
 from storage.backends.root import Root, open_root
@@ -43,6 +43,7 @@ _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|> ' + message['content'] + eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|> ' }}{% endif %}"
 )
+_FUNCTIONS: Mapping[Speaker, str] = {"client": "agent.py:drive", "environment": "asker.py:Asker"}
 _CACHE_MIB: dict[CaseName, int] = {"tiny": 512, "0.75b": 30 << 10, "4b": 20 << 10}
 
 
@@ -53,6 +54,8 @@ class AgentsBench(BaseModel):
     """Name of the device."""
     case: CaseName
     """The model."""
+    by: Speaker
+    """What asks: an OpenAI client through the endpoint, or an environment whose steps the rollout calls."""
     sessions: int
     """Conversations, all at a time."""
     turns: int
@@ -64,7 +67,7 @@ class AgentsBench(BaseModel):
     pairs: int
     """Rounds of each side, in turns."""
     tokens_per_s: float
-    """Rate of the sessions through the endpoint."""
+    """Rate of the sessions."""
     bare_tokens_per_s: float
     """Rate of vLLM alone."""
     ratio: float
@@ -72,19 +75,19 @@ class AgentsBench(BaseModel):
     ratio_spread: float
     """Largest minus smallest of these ratios."""
     engine_s: float
-    """Processor time of the engine behind the endpoint in a round, in s."""
-    endpoint_s: float
-    """Processor time of the endpoint's process in a round: requests, sessions, calls of the engine, events, in s."""
+    """Processor time of the engine that the sessions ask in a round, in s."""
+    rollout_s: float
+    """Processor time of the rollout's process in a round: requests, sessions, calls of the engine, events, in s."""
     harness_s: float
-    """Processor time of the processes of the harness in a round, in s."""
+    """Processor time of the processes of the harness or the environments in a round, in s."""
     bare_engine_s: float
     """Processor time of vLLM alone in a round, in s."""
-    endpoint_ms: float
-    """Processor time of the endpoint's process for each answer, with the storing of events, in ms."""
+    rollout_ms: float
+    """`rollout_s` for each answer, in ms."""
     harness_ms: float
-    """Processor time of the processes of the harness for each answer, in ms: on CPU they compete with the engine."""
+    """`harness_s` for each answer, in ms: on CPU these processes compete with the engine."""
     engine_ratio: float
-    """Processor time of vLLM alone by that of the engine behind the endpoint."""
+    """Processor time of vLLM alone by that of the engine that the sessions ask."""
     prefix_cache_hits: float
     """Share of the full blocks of earlier turns that the engine took from its prefix cache."""
 
@@ -92,6 +95,7 @@ class AgentsBench(BaseModel):
 @dataclass(frozen=True)
 class _Size:
     name: CaseName
+    by: Speaker
     sessions: int
     turns: int
     tokens: int
@@ -103,10 +107,10 @@ class _Size:
 
 
 class _Round(BaseModel):
-    """Cost of one round through the endpoint."""
+    """Cost of one round of sessions."""
 
     seconds: float
-    endpoint_s: float
+    rollout_s: float
     harness_s: float
     engine_s: float
     hits: float
@@ -114,7 +118,7 @@ class _Round(BaseModel):
 
 
 def bench_agents(
-    case_name: CaseName | None, pairs: int, sessions: int, turns: int, tokens: int | None, wait_s: float
+    case_name: CaseName | None, by: Speaker, pairs: int, sessions: int, turns: int, tokens: int | None, wait_s: float
 ) -> AgentsBench:
     """Measure both sides in turns, `pairs` times each after one round that does not count.
 
@@ -125,7 +129,7 @@ def bench_agents(
     settings = Settings.from_environment()
     device = settings.device("auto")
     name: CaseName = case_name or ("tiny" if device == "cpu" else "0.75b")
-    size = _Size(name, sessions, turns, tokens or (128 if name == "tiny" else 256), wait_s)
+    size = _Size(name, by, sessions, turns, tokens or (128 if name == "tiny" else 256), wait_s)
     if min(pairs, sessions, turns, size.tokens) < 1:
         raise InputError("a bench of no pairs, sessions, turns or tokens measures nothing: give at least 1 of each")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as root:
@@ -165,13 +169,13 @@ def _make_model(folder: Path, size: _Size) -> None:
 def _config(size: _Size, model: str) -> RunConfig:
     shape = CASES[size.name].model
     arguments = {"turns": size.turns, "wait_s": size.wait_s, "told": _TOLD, "words": shape.vocabulary - len(_SPECIAL)}
-    drive = f"{Path(__file__).with_name('agent.py')}:drive"
+    function = str(Path(__file__).with_name(_FUNCTIONS[size.by]))
     return parse_config(
         {
             "model": {"source": model},
             "data": {"generate": {}},
             "environment": {
-                "function": drive, "arguments": arguments, "turns": size.turns, "processes": size.sessions,
+                "function": function, "arguments": arguments, "turns": size.turns, "processes": size.sessions,
                 "retries": 0,
             },
             "engine": {
@@ -187,7 +191,7 @@ def _config(size: _Size, model: str) -> RunConfig:
 def _driven(
     engine: EngineHandle, config: RunConfig, codec: TextCodec, model: Path, root: Root, size: _Size
 ) -> Callable[[], _Round]:
-    """Rounds through the endpoint, each with prompts of its own."""
+    """Rounds of sessions, each with prompts of its own."""
     this, numbers = psutil.Process(), itertools.count()
     processes = [psutil.Process(one) for one in engine.processes()]
     sampling = Sampling(max_tokens=size.tokens)
@@ -206,7 +210,7 @@ def _driven(
         seconds, after = time.perf_counter() - clock, this.cpu_times()
         return _Round(
             seconds=seconds,
-            endpoint_s=after.user + after.system - own.user - own.system,
+            rollout_s=after.user + after.system - own.user - own.system,
             harness_s=watch.harness_s,
             engine_s=sum(map(processor_seconds, processes)) - engine_s,
             hits=play_metrics([one.kept for one in found]).get("prefix_cache_hits", 0.0),
@@ -252,6 +256,7 @@ def _result(device: Device, size: _Size, rounds: Sequence[tuple[_Round, Took]]) 
     return AgentsBench(
         device=device,
         case=size.name,
+        by=size.by,
         sessions=size.sessions,
         turns=size.turns,
         tokens=size.tokens,
@@ -262,10 +267,10 @@ def _result(device: Device, size: _Size, rounds: Sequence[tuple[_Round, Took]]) 
         ratio=statistics.median(ratios),
         ratio_spread=max(ratios) - min(ratios),
         engine_s=median(ours.engine_s for ours, _ in rounds),
-        endpoint_s=median(ours.endpoint_s for ours, _ in rounds),
+        rollout_s=median(ours.rollout_s for ours, _ in rounds),
         harness_s=median(ours.harness_s for ours, _ in rounds),
         bare_engine_s=median(bare.processor_s for _, bare in rounds),
-        endpoint_ms=median(1000 * ours.endpoint_s / answers for ours, _ in rounds),
+        rollout_ms=median(1000 * ours.rollout_s / answers for ours, _ in rounds),
         harness_ms=median(1000 * ours.harness_s / answers for ours, _ in rounds),
         engine_ratio=median(bare.processor_s / ours.engine_s for ours, bare in rounds),
         prefix_cache_hits=median(ours.hits for ours, _ in rounds),

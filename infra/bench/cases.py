@@ -13,6 +13,8 @@ CaseName = Literal["tiny", "0.75b", "4b"]
 LayoutName = Literal["shared", "own", "ahead"]
 LAYOUTS: tuple[LayoutName, ...] = ("shared", "own", "ahead")
 """Layouts of the loop's bench."""
+Speaker = Literal["client", "environment"]
+"""What asks in conversations."""
 SideName = Literal["undisturbed", "everything", "apart", "standby"]
 SIDES: tuple[SideName, ...] = ("undisturbed", "everything", "apart", "standby")
 """Runs of the bench of failures."""

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, Settings
 from flows.views.output import Output
-from infra.bench.cases import LAYOUTS, SIDES, CaseName, LayoutName, SideName, SyncCaseName
+from infra.bench.cases import LAYOUTS, SIDES, CaseName, LayoutName, SideName, Speaker, SyncCaseName
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.upkeep.catalog import require_run
@@ -107,6 +107,7 @@ def rollout(
 def agents(
     *,
     case: Annotated[CaseName | None, Parameter(help="Model; by default the one for the device.")] = None,
+    by: Annotated[Speaker, Parameter(help="What asks: an OpenAI client, or an environment's steps.")] = "client",
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 3,
     sessions: Annotated[int, Parameter(help="Conversations, all at a time.")] = 256,
     turns: Annotated[int, Parameter(help="Answers of each.")] = 4,
@@ -114,11 +115,11 @@ def agents(
     wait: Annotated[float, Parameter(help="Seconds of the tool after each answer.")] = 0.05,
     json: Json = False,
 ) -> int:
-    """Measure conversations through the endpoint against bare vLLM that is given their recorded turns."""
+    """Measure conversations of several turns against bare vLLM that is given their recorded turns."""
     from infra.bench.agents import bench_agents  # imports Ray
 
     with Output(json=json) as output:
-        found = bench_agents(case, pairs, sessions, turns, tokens, wait)
+        found = bench_agents(case, by, pairs, sessions, turns, tokens, wait)
         output.result(found, _lines(found))
     return 0
 

@@ -281,8 +281,8 @@ def since(clock: float) -> float:
 def called_with(answer: Answer, **more: Any) -> TurnEvent:
     """The event of an answer that is about to be used; `more` are further fields, as the `seconds` of the engines."""
     record = IncrementRecord.of([Grown(0, 0, answer.tokens, answer.logprobs)], answer.weight_version)
-    end = answer.finish_reason
-    return TurnEvent(row=0, kind="called", answer=record, finish_reason=end, **more)
+    ended = {"finish_reason": answer.finish_reason, "cached": answer.cached}
+    return TurnEvent(row=0, kind="called", answer=record, **ended, **more)
 
 
 def failed_with(failure: EnvironmentFailed, **more: Any) -> TurnEvent:
@@ -294,7 +294,7 @@ def answer_of(event: TurnEvent) -> Answer:
     """The answer of an event that `called_with` made."""
     assert event.answer is not None
     (grown,) = event.answer.grown()
-    return Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version)
+    return Answer(grown.tokens, grown.logprobs, event.finish_reason, event.answer.weight_version, event.cached)
 
 
 def failures_of(events: Sequence[TurnEvent]) -> tuple[Failure, ...]:

@@ -59,22 +59,23 @@ def main() -> None:
 
 
 def _next(control: socket.socket, order: Mapping[str, Any], found: UserFunction, processes: dict[int, int]) -> bool:
-    """Do what the next packet asks for; False if there is none any more."""
-    if not select.select([control], [], [], _TICK_S)[0]:
-        _reap()
-        return True
-    packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 1)
-    if not packet:
-        return False
-    asked = json.loads(packet)
-    if "end" in asked:
-        if (process := processes.pop(asked["end"], None)) is not None:  # else an earlier host has opened it
-            _end(process)
-    else:
-        processes[asked["open"]] = _forked(control, order, found, *descriptors)
-        os.close(descriptors[0])
+    """Do what the packets that have come ask for; False if there is none any more."""
+    patience, doomed, goes_on = _TICK_S, set[int](), True
+    while goes_on and select.select([control], [], [], patience)[0]:
+        packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 1)
+        asked, patience, goes_on = json.loads(packet or "{}"), 0.0, bool(packet)
+        if "open" in asked:
+            process = _forked(control, order, found, *descriptors)
+            os.close(descriptors[0])
+            for number in [one for one, before in processes.items() if before == process]:  # it ended by itself
+                del processes[number]
+            processes[asked["open"]] = process
+        elif asked.get("end") in processes:  # else an earlier host has opened it
+            doomed.add(processes.pop(asked["end"]))
+    if doomed and goes_on:
+        _end(doomed, set(processes.values()))
     _reap()
-    return True
+    return goes_on
 
 
 def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunction, descriptor: int) -> int:
@@ -85,12 +86,13 @@ def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunctio
     return process
 
 
-def _end(process: int) -> None:
-    """Kill the process of a conversation, and what it has started."""
-    doomed, below = list[psutil.Process](), {process}
+def _end(processes: set[int], others: set[int]) -> None:
+    """Kill the processes of conversations, and what they have started. Each leads a session, as `others` do."""
+    doomed, below = list[psutil.Process](), set(processes)
     for one in psutil.Process().children(recursive=True):  # a parent comes before its children
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if one.pid in below or one.ppid() in below or os.getsid(one.pid) == process:
+            session = os.getsid(one.pid)
+            if one.pid in below or session in processes or (session not in others and one.ppid() in below):
                 doomed.append(one)
                 below.add(one.pid)
     for one in doomed:  # all are known before the first dies, whose children get another parent

@@ -114,11 +114,13 @@ def test_a_conversation_whose_template_changes_earlier_turns_is_marked_and_keeps
         conversation = Conversation(codec, Renderer(codec), Limits(8, None, 60.0, 0, 400))
         conversation.add(TurnEvent(row=0, kind="begun", messages=(USER,)))
         sampled = [*codec.encode(said), END]
-        conversation.add(called_with(answered(*sampled)))
-        conversation.add(TurnEvent(row=0, kind="told", messages=(MORE,), reward=0.0))
-        assert conversation.rewritten == marked
+        for _ in range(2):
+            conversation.add(called_with(answered(*sampled)._replace(cached=(4, 4))))
+            conversation.add(TurnEvent(row=0, kind="told", messages=(MORE,), reward=0.0))
+        assert (conversation.rewritten > 0) == marked
         assert conversation.trajectory is not None
         assert conversation.trajectory.turns[0]["end"] == len(sampled)
+        assert conversation.trajectory.hits == 1
 
 
 def test_a_model_without_a_template_reads_contents_and_no_tools(tmp_path):
