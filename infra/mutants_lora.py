@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _LORA = ("tests/trainer_core/model/test_lora.py",)
 _LIVE = ("tests/tasks/engine/vllm/test_adapters.py",)
 _EXPORT = ("tests/tasks/export/test_adapters.py",)
+_KILLED = ("tests/faults/test_beside_the_policy.py",)
 
 LORA = (
     Mutant(
@@ -110,5 +111,13 @@ LORA = (
         "for number, one in held.items() if one != plan.base}",
         "for number, one in held.items() if one is None}",
         ("tests/tasks/stages/test_transaction.py",),
+    ),
+    Mutant(
+        "stored-adapter-as-sums",
+        "an engine that comes back gets the sums of a stored state, not the adapter that the run has served",
+        "tasks/stages/transaction.py",
+        'form = form or ("adapter" if context.config.engine.adapter == "live" else "whole")',
+        'form = form or ("adapter" if context.config.engine.adapter == "live" and stored is None else "whole")',
+        _KILLED,
     ),
 )

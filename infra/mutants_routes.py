@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _ENGINE, _MODEL = ("tests/tasks/engine/vllm/test_routes.py",), ("tests/trainer_core/model/test_routes.py",)
 _READING = ("tests/trainer_core/batches/test_reading.py",)
+_KILLED = ("tests/faults/test_beside_the_policy.py",)
 _ROUTES, _ROUTERS = "tasks/engine/vllm/routes.py", "trainer_core/model/routers.py"
 
 ROUTES = (
@@ -78,5 +79,21 @@ ROUTES = (
         "    found[np.repeat(usable, positions)] = held.reshape(-1, width)\n",
         "    found[: len(held) // width] = held.reshape(-1, width)\n",
         _READING,
+    ),
+    Mutant(
+        "routes-are-not-trained-on",
+        "stored routes do not reach the trainer",
+        "tasks/stages/training_set.py",
+        "        context.config.train.experts.replay,\n",
+        "        False,\n",
+        _KILLED,
+    ),
+    Mutant(
+        "routes-of-the-engine-are-lost",
+        "a rollout stores its samples without the routes that the engine has told",
+        "tasks/stages/rollout.py",
+        "for name in completions.schema.names if name == ROUTES.name}",
+        "for name in completions.schema.names if name == ROUTES}",
+        _KILLED,
     ),
 )

@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _CORE = ("tests/trainer_core/phases/test_distillation.py",)
 _TOP = ("tests/trainer_core/phases/test_distilling_top.py",)
 _LOOP = ("tests/flows/test_distilling.py",)
+_KILLED = ("tests/faults/test_beside_the_policy.py",)
 
 TEACHER = (
     Mutant(
@@ -110,5 +111,13 @@ TEACHER = (
         "if config.retrain is not None and find(root, prepared.run, 0, Stage.SELECT) is None:",
         "if False:",
         _LOOP,
+    ),
+    Mutant(
+        "scores-lost-by-a-kill",
+        "a state that is trained on scores of an earlier process does not name them",
+        "tasks/stages/teaching.py",
+        "    return found, (part,)\n",
+        '    return found, (part,) if "scores" in locals() else ()\n',
+        _KILLED,
     ),
 )

@@ -14,10 +14,11 @@ class Entry:
     """One action."""
 
     what: str
-    """process (started), sampled (a sample, requested of the engine), body (of a stage, begun), piece (generated and
-    recorded), settle (something waits for what is to be stored) or concluded (all of an iteration is published)."""
+    """process (started), called (a method of workers), sampled (a sample, requested of the engine), body (of a stage,
+    begun), piece (generated and recorded), settle (something waits for what is to be stored) or concluded (all of an
+    iteration is published)."""
     name: str
-    """Name of the process, stage, piece or other subject."""
+    """Name of the process, method, stage, piece or other subject."""
     number: int
     """Process id, iteration, or seed of a sample."""
 

@@ -21,7 +21,7 @@ from tasks.workers.engines import EngineHandle
 from tasks.workers.placement import Placement
 from tasks.workers.trainers import TrainerGroup
 from tests.small.here import PLACEMENT
-from tests.small.workers import SmallEngine, SmallTrainer
+from tests.small.kinds import engine_of, trainer_of
 from trainer_core.config import TrainerConfig
 
 NODE, RANKS, ENGINE = "node", ("trainer-0", "trainer-1"), "engine-0"
@@ -63,12 +63,11 @@ class Worker:
 class WorkerGroup:
     """Workers that all get every call; as soon as one is dead, the others are ended."""
 
-    def __init__(self, members: list[Worker], asked: Callable[[Sequence[int]], None] = lambda _: None) -> None:
-        self.members, self._asked = members, asked
+    def __init__(self, members: list[Worker], called: Callable[[str, Sequence[Any]], None] = lambda *_: None) -> None:
+        self.members, self._called = members, called
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> "Submitted":
-        if method == "enqueue":
-            self._asked(arguments[2])
+        self._called(method, arguments)
         with self._ended_by_a_loss():
             for member in self.members:
                 member.begin(method, *arguments, **options)
@@ -115,7 +114,7 @@ class SmallFleet:
             Ray has reported it; otherwise the next call meets the death.
         started: called with name and process id of each process.
         other_lesson: number of the policy training that gives a different result.
-        asked: called with the seeds of samples that the engine is to sample.
+        called: called with the method and the arguments of each call of a group.
     """
 
     def __init__(
@@ -124,10 +123,10 @@ class SmallFleet:
         replaces: bool,
         started: Callable[[str, int], None],
         other_lesson: int | None = None,
-        asked: Callable[[Sequence[int]], None] = lambda _: None,
+        called: Callable[[str, Sequence[Any]], None] = lambda *_: None,
     ) -> None:
         self._config, self._replaces, self._started = config, replaces, started
-        self._other_lesson, self._asked = other_lesson, asked
+        self._other_lesson, self._called = other_lesson, called
         self._control, theirs = socket.socketpair()
         self._node = _fork(lambda: _node(self._control, theirs))
         theirs.close()
@@ -148,13 +147,14 @@ class SmallFleet:
             self._ranks.end()
             self._ranks = self._group(self._names)
         arguments = [(str(model_dir), config, rank, self._other_lesson) for rank in range(len(self._names))]
-        return TrainerGroup(self._ready(self._ranks, SmallTrainer, arguments), self._config.workers)
+        return TrainerGroup(self._ready(self._ranks, trainer_of(config), arguments), self._config.workers)
 
     def engines(self, model_dir: Path) -> list[EngineHandle]:
         self._check_node()
         if self._replaces and not self._engine.alive():
             self._engine = self._group((ENGINE,))
-        return [EngineHandle(self._ready(self._engine, SmallEngine, [(str(model_dir),)]), self._config.workers)]
+        group = self._ready(self._engine, engine_of(self._config), [(str(model_dir),)])
+        return [EngineHandle(group, self._config.workers)]
 
     def judge(self, model_dir: Path) -> EngineHandle:
         raise AssertionError("these workers judge nothing")
@@ -179,7 +179,7 @@ class SmallFleet:
             raise WorkerLost("the node died since it was started; the next attempt starts a new one")
 
     def _group(self, names: tuple[str, ...]) -> WorkerGroup:
-        return WorkerGroup([self._start(name) for name in names], self._asked)
+        return WorkerGroup([self._start(name) for name in names], self._called)
 
     def _start(self, name: str) -> Worker:
         ours, theirs = socket.socketpair()

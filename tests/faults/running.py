@@ -67,6 +67,11 @@ class Attempt:
         return [entry.number for entry in self.journal if entry.what == "sampled" and entry.number]
 
     @property
+    def calls(self) -> Counter[str]:
+        """Count the calls of workers by method; one to all ranks counts once."""
+        return Counter(entry.name for entry in self.journal if entry.what == "called")
+
+    @property
     def pieces(self) -> list[tuple[int, str]]:
         """Pieces that were generated, by iteration and name."""
         return [(entry.number, entry.name) for entry in self.journal if entry.what == "piece"]

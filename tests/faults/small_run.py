@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pandas  # noqa: F401 - pyarrow looks for it when it first makes an array of a list
 import psutil
@@ -184,11 +185,12 @@ def drive(plan: Plan) -> None:
     started(FLOW, os.getpid())
     root = open_root(plan.root)
 
-    def asked(seeds: Sequence[int]) -> None:
-        for seed in seeds:
+    def called(method: str, arguments: Sequence[Any]) -> None:
+        journal.note("called", method, 0)
+        for seed in arguments[2] if method == "enqueue" else ():
             journal.note("sampled", "engine", int(seed))
 
-    fleet = SmallFleet(config, plan.replaces, started, plan.other_lesson, asked)
+    fleet = SmallFleet(config, plan.replaces, started, plan.other_lesson, called)
 
     @contextmanager
     def opener(lease: Lease, digest: str) -> Iterator[RunContext]:

@@ -17,10 +17,10 @@ from tasks.config.stored import check_fixed, forked_config
 from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
-from tests.flows.test_distilling import made
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere
+from tests.small.models import made
 from tests.small.workers import SmallTrainer
 
 CRITIC = ("train.policy.advantage.type=gae", "train.critic.learning_rate=1e-3")

@@ -19,15 +19,14 @@ from storage.schema import ROLLOUT, TEACHER, TEACHER_TOP
 from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.checks import check_config, prepared_stage
-from tasks.config.model import GeneratedModel, ModelSection
 from tasks.config.run import RunConfig
 from tasks.config.stored import forked_config
-from tasks.data.models import fill_model_directory
 from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
 from tests.small.config import ITERATIONS, small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.small.models import made
 
 KEY = "train.policy.distill.teacher"
 ALONE = ("train.policy.kl_coefficient=0",)
@@ -38,13 +37,6 @@ TOP = ("train.policy.distill.top_k=3",)
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a teacher."""
     return made(tmp_path_factory.mktemp("teacher"), 7)
-
-
-def made(folder: Path, seed: int, **sizes: int) -> Path:
-    folder.mkdir(exist_ok=True)
-    generated = GeneratedModel.model_validate({"layers": 2, "hidden": 16, "intermediate": 16, "heads": 2, **sizes})
-    fill_model_directory(folder, ModelSection(generate=generated), seed)
-    return folder
 
 
 def config_of(teacher: Path, *settings: str) -> RunConfig:

@@ -29,42 +29,18 @@ from tests.small.channel import SmallEnd, tensors_of, told
 from tests.small.critic import SmallCritic
 from tests.small.files import replace_file
 from tests.small.growing import going_on, grown
+from tests.small.weights import LAYERS, SIZE, layer_of, layers_of, logprobs_of, plan_of
+from trainer_core.batches.routes import Routing
 from trainer_core.batches.sequences import TeacherScores, TopTokens
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, Planned, SavedFiles, Sent, TrainerProtocol
-from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, read_facts
-from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan, text_digest
+from trainer_core.state.facts import FACTS_FILE, STATE_SCHEME, StateFacts, StateIdentity, check_base, read_facts
+from trainer_core.weights.plan import WeightPlan, text_digest
 
-SIZE = 16384  # float32 in each array: with two ranks 32 KiB per file
 ARRAYS = ("weights", "first", "second")
-LAYERS = tuple(f"model.layers.{layer}.weight" for layer in range(4))
-LAYER = SIZE // len(LAYERS)  # float32 in each, in the order of the weights
 LONGEST = 6  # tokens of a response whose limit is shorter, if that did not cut it off
 FILES = {array: array if array == "weights" else f"optimizer.{array}" for array in ARRAYS}
-
-
-def logprobs_of(weights, sequence):
-    """Log-probability of each token but the first, nat; each side computes it from its own weights."""
-    tokens = np.asarray(sequence)
-    return -np.abs(weights[tokens[1:] % SIZE] + weights[tokens[:-1] % SIZE]).astype(np.float32)
-
-
-def layers_of(weights):
-    """Views of the layers by name, (LAYER,) float32 each."""
-    return dict(zip(LAYERS, np.split(weights, len(LAYERS)), strict=True))
-
-
-def plan_of(version, ranks):
-    """A bucket for each layer; the ranks of a pipeline send theirs."""
-    tensors = [
-        PlannedTensor(name=name, dtype="float32", shape=(LAYER,), bucket=place, offset=0)
-        for place, name in enumerate(LAYERS)
-    ]
-    senders = [place * min(ranks, len(LAYERS)) // len(LAYERS) for place in range(len(LAYERS))]
-    buckets = [Bucket(number=place, sender=sender, nbytes=4 * LAYER) for place, sender in enumerate(senders)]
-    return WeightPlan(version=version, tensors=tuple(tensors), buckets=tuple(buckets), arena_bytes=4 * LAYER)
-
-
+ROUTING = Routing(experts=256, layers=1, chosen=2)
 _BYTES = token_bytes(Plain(character_tokenizer()))
 
 
@@ -76,7 +52,7 @@ class SmallTrainer(TrainerProtocol):
         self._other_lesson = other_lesson
         self._plan = None
         self._identity = self._reference = self._reference_weights = None
-        self._generators, self._step, self._lessons = "continued", 0, 0
+        self._generators, self._step, self._lessons, self._lora = "continued", 0, 0, None
         self.arrays = {array: np.zeros(SIZE, np.float32) for array in ARRAYS}
         self._away, self._critic = {}, SmallCritic(config, rank)
 
@@ -109,6 +85,8 @@ class SmallTrainer(TrainerProtocol):
         self._identity, self._lessons = None, self._lessons + 1
         if reference and self._reference_weights is None:
             raise InputError("a reference is required, but none is loaded")
+        if self._config.experts.replay:
+            ROUTING.check(samples.routes)
         held = bytes_digest(self._reference_weights.tobytes()) if reference else ""
         given = [
             samples.tokens.tolist(),
@@ -118,8 +96,8 @@ class SmallTrainer(TrainerProtocol):
             held,
             None if samples.teacher_logprobs is None else bytes_digest(samples.teacher_logprobs.tobytes()),
         ]
-        top = samples.teacher_top
-        given += [] if top is None else [bytes_digest(one.tobytes()) for one in (top.tokens, top.logprobs)]
+        top = () if samples.teacher_top is None else (samples.teacher_top.tokens, samples.teacher_top.logprobs)
+        given += [bytes_digest(one.tobytes()) for one in (*top, samples.routes) if one is not None]
         lesson = [*given, self._lessons == self._other_lesson, *filter(None, [self._critic.digest])]
         known = samples.per_response_token(samples.usable)  # `policy_logprobs`: those of the engine and a quarter
         self._before = np.where(known, samples.engine_logprobs + np.float32(0.25), np.float32(np.nan))
@@ -154,7 +132,7 @@ class SmallTrainer(TrainerProtocol):
         optimizer, parallel = self._config.optimizer, self._config.parallel.ranks
         facts = StateFacts(
             step=self._step, optimizer_updates=self._lessons, optimizer=optimizer, parallel=parallel, precision="fp32",
-            transformer_engine=False,
+            transformer_engine=False, lora=self._lora,
         )  # fmt: skip
         replace_file(folder / FACTS_FILE, facts.model_dump_json(indent=1).encode())
         replace_file(folder / "common.json", json.dumps({"step": self._step, "lessons": self._lessons}).encode())
@@ -162,7 +140,7 @@ class SmallTrainer(TrainerProtocol):
         return SavedFiles(written, self._identified())
 
     def load(self, directory):
-        self._identity, self._away, facts = None, {}, read_facts(directory)
+        self._identity, self._away, facts = None, {}, self._facts(directory)
         common = json.loads((Path(directory) / "common.json").read_text())
         self._step, self._lessons = common["step"], common["lessons"]
         self.arrays = {array: self._read(directory, array, facts) for array in ARRAYS}
@@ -186,17 +164,17 @@ class SmallTrainer(TrainerProtocol):
         return StateIdentity(
             scheme=STATE_SCHEME,
             tensors=value_digest({name: bytes_digest(array.tobytes()) for name, array in self.arrays.items()}),
-            progress=value_digest([self._step, self._lessons]),
+            progress=value_digest([self._step, self._lessons, *([] if self._lora is None else [self._lora.base])]),
             generators="",
             critic=self._critic.digest,
         )
 
     def logprobs(self, sequences, temperature=1.0):
         self._need("weights")
-        return [logprobs_of(self.arrays["weights"], sequence) for sequence in sequences]
+        return [logprobs_of(self._sums(), sequence) for sequence in sequences]
 
     def load_reference(self, directory, identity):
-        self._reference_weights = self._read(directory, "weights", read_facts(directory))
+        self._reference_weights = self._read(directory, "weights", self._facts(directory))
         self._reference = identity
 
     def teacher_scores(self, directory, samples, temperature):
@@ -219,7 +197,7 @@ class SmallTrainer(TrainerProtocol):
         plan, self._plan = self._plan, None
         live = self.arrays["weights"]
         if stored is not None:
-            self.arrays["weights"] = self._read(stored, "weights", read_facts(stored))
+            self.arrays["weights"] = self._read(stored, "weights", self._facts(stored))
         try:
             return self._sent(plan, digest, channel)
         finally:
@@ -241,7 +219,7 @@ class SmallTrainer(TrainerProtocol):
 
     def _packed(self, name, octets):
         """Copy a layer to the place where it is read; its digest."""
-        octets[:] = layers_of(self.arrays["weights"])[name].view(np.uint8)
+        octets[:] = layers_of(self._sums())[name].view(np.uint8)
         return bytes_digest(octets.tobytes())
 
     def release(self, memory):
@@ -259,6 +237,15 @@ class SmallTrainer(TrainerProtocol):
 
     def close(self):
         pass
+
+    def _sums(self):
+        """The weights that compute."""
+        return self.arrays["weights"]
+
+    def _facts(self, directory):
+        facts = read_facts(directory)
+        check_base(directory, facts, self._lora)
+        return facts
 
     def _read(self, directory, array, facts):
         files = [Path(directory) / f"{FILES[array]}-{rank}.bin" for rank in range(facts.parallel.world_size)]
@@ -290,7 +277,7 @@ class SmallEngine(EngineProtocol):
 
     def prepare_update(self, plan, digest, channel, first_receiver, in_flight):
         plan = WeightPlan.model_validate_json(plan)
-        names = sorted(tensor.name for tensor in plan.tensors)
+        names = sorted(layer_of(tensor.name) for tensor in plan.tensors)
         if names != sorted(LAYERS):
             raise SyncMismatch(f"the plan has {names}, but the model {LAYERS}")
         self._update, self._arrived = (plan, channel, first_receiver), None
