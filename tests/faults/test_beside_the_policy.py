@@ -61,7 +61,7 @@ KILLS = {
         "train@0:mid-part:flow", "train@0:committed:trainer-0", "train@1:upload:flow", "train@1:parts-done:node",
     ),
     "teacher": (
-        "prepare@0:upload:flow", "train@1:mid-part:flow", "train@1:mid-part:flow", "train@1:parts-done:trainer-0",
+        "prepare@0:upload:flow", "train@1:mid-part:flow", "train@1:upload:flow", "train@1:parts-done:trainer-0",
         "train@2:started:trainer-1",
     ),
     "routes": (
@@ -69,7 +69,7 @@ KILLS = {
         "train@1:started:node", "train@1:upload:flow",
     ),
 }  # fmt: skip
-"""A point may come again: of a training that a teacher scores, `mid-part` is first in its table, then in the state."""
+"""Of a training that a teacher scores, `mid-part` is in its table, and `upload` behind it, in the state."""
 
 
 @pytest.fixture(scope="module")
