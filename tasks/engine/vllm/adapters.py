@@ -132,9 +132,11 @@ class AdapterUpdate:
         return Report(digests, len(held), self._plan.nbytes, seconds, held, {})
 
     def _scaled(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Contents that the slot must have: the factors, of which B is multiplied by alpha / rank."""
+        """Contents that the slot must have: the factors, of which B is multiplied by alpha / rank, in the engine's
+        type."""
         scale = self._config.alpha / self._config.rank
-        return {name: one * scale if name.endswith(".lora_B.weight") else one for name, one in arrived.items()}
+        factors = {name: one * scale if name.endswith(".lora_B.weight") else one for name, one in arrived.items()}
+        return {name: one.to(self._slots[module_of(name)].of(name).dtype) for name, one in factors.items()}
 
     def _check_landed(self, held: Mapping[str, str]) -> None:
         for name, landed in landed_digests(self._manager, self._config, held).items():

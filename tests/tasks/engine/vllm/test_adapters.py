@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import BASE, EngineSpec, weights_digest
 from tests.tasks.engine.vllm.test_engine import PLAIN, PROMPTS
+from tests.tasks.engine.vllm.test_in_flight import assert_goes_on
 from tests.tasks.engine_process import CONTEXT, VOCABULARY
 from tests.tasks.engine_scheduling import write_tokenizer
 from tests.tasks.engine_update import assert_unusable, deliver
@@ -40,7 +41,7 @@ def merged(served, factors, folder):
     for name in tensors:
         a, b = (factors.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{kind}.weight") for kind in "AB")
         if a is not None and b is not None:
-            tensors[name] = tensors[name] + LORA.alpha / LORA.rank * (b @ a)
+            tensors[name] = tensors[name] + LORA.alpha / LORA.rank * (b.float() @ a.float())
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(f"{served.old}/config.json", folder)
     write_tokenizer(str(folder))
@@ -57,10 +58,10 @@ def differs(engine, wanted):
     return max(float(np.abs(one - other).max()) for one, other in zip(found, wanted, strict=True))
 
 
-def send(engine, folder, weights, version, form, base="the base"):
+def send(engine, folder, weights, version, form, base="the base", **more):
     """An update up to the commit; what it must be committed as."""
     folder.mkdir()
-    arrived, sent = deliver(engine, folder, weights, version, form=form, base=base)
+    arrived, sent = deliver(engine, folder, weights, version, form=form, base=base, **more)
     assert arrived.digests == sent
     assert arrived.landed == len(weights)
     return weights_digest({**sent, BASE: base} if form == "adapter" else sent)
@@ -83,8 +84,8 @@ def live(engines, tmp_path_factory):
 
 def test_the_adapter_of_the_last_update_is_served_and_proven(live, tmp_path):
     seen = []
-    for version, seed in ((2, 1), (3, 2), (4, 1)):
-        factors = adapter(live, seed)
+    for version, seed, sent_in in ((2, 1, torch.float32), (3, 2, torch.bfloat16), (4, 1, torch.float32)):
+        factors = {name: factor.to(sent_in) for name, factor in adapter(live, seed).items()}  # the engine has fp32
         digest = send(live.engine, tmp_path / f"{version}", factors, version, "adapter")
         assert_unusable(live.engine)
         assert live.engine.commit_update(version, digest).weight_version == version
@@ -114,3 +115,21 @@ def test_an_adapter_of_another_base_or_form_is_refused(live, tmp_path):
             send(live.engine, tmp_path / match[:8], given, 3, form, base)
         assert live.engine.identity().weights_digest == digest
     assert live.engine.generate(PROMPTS[:1], [0], PLAIN).num_rows == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["adapter", "base-and-adapter"])
+def test_requests_under_way_go_on_under_the_new_adapter(live, tmp_path, again):
+    old, new = adapter(live, 1), adapter(live, 2)
+    live.engine.commit_update(4, send(live.engine, tmp_path / "before", old, 4, "adapter"))
+    merged(live, new, tmp_path / "merged")
+
+    def update(version):
+        if again:  # the frozen weights come first, and requests wait for the adapter
+            weights, keep = load_file(f"{live.old}/model.safetensors"), {"in_flight": "keep"}
+            digest = send(live.engine, tmp_path / "base", weights, version, "base", **keep)
+            live.engine.commit_update(version, digest)
+            sampled = live.engine.sampled_so_far()
+            assert (live.engine.collect(0.1), live.engine.sampled_so_far()) == (([], 0, []), sampled)
+        return send(live.engine, tmp_path / "after", new, version, "adapter", in_flight="keep")
+
+    assert all(3 <= same < 40 for same in assert_goes_on(live, str(tmp_path / "merged"), update))

@@ -37,23 +37,21 @@ def test_requests_under_way_are_finished_first(served, tmp_path):
     assert second.completions.equals(served.engine.generate(PROMPTS[:6], SEEDS[:6], PLAIN))
 
 
-def assert_goes_on(served, tmp_path, receivers=1):
-    """Check that responses in flight have tokens of the old weights up to the update, then of the new ones."""
+def assert_goes_on(served, new, update):
+    """Check that responses in flight have tokens of the old weights up to the update, then of those in the folder
+    `new`. `update(version)` delivers these and returns what they are committed as."""
     how, version = Sampling(max_tokens=40, temperature=0.0), served.engine.identity().weight_version
     old = served.engine.generate(PROMPTS[:6], SEEDS[:6], how)["response_tokens"].to_pylist()
     served.engine.enqueue(0, PROMPTS[:6], SEEDS[:6], how)
     for _ in range(3):
         served.engine.collect(0.0)
-    (tmp_path / "after").mkdir()
-    weights, more = tensors_of_model(served.new), {"in_flight": "keep", "receivers": receivers}
-    _, sent = deliver(served.engine, tmp_path / "after", weights, version + 1, **more)
-    served.engine.commit_update(version + 1, weights_digest(sent))
+    served.engine.commit_update(version + 1, update(version + 1))
     (batch,) = served.engine.collect(60).finished
     assert batch.weight_version == version
     kept = []
     for prompt, before, (after, logprobs) in zip(PROMPTS[:6], old, responses(batch.completions), strict=True):
         same = next((place for place in range(40) if before[place] != after[place]), 40)
-        likely = served.reference.logits(served.new, prompt + after)[len(prompt) - 1 :]
+        likely = served.reference.logits(new, prompt + after)[len(prompt) - 1 :]
         assert likely.argmax(axis=-1).tolist()[same:] == after[same:]
         expected = log_softmax(likely)[np.arange(40), after]
         np.testing.assert_allclose(logprobs[same:], expected[same:], atol=1e-4)
@@ -61,9 +59,20 @@ def assert_goes_on(served, tmp_path, receivers=1):
     return kept
 
 
+def keeping(served, folder, receivers=1):
+    """An update to the new weights in whose course requests are kept, for `assert_goes_on`."""
+
+    def update(version):
+        folder.mkdir()
+        weights, more = tensors_of_model(served.new), {"in_flight": "keep", "receivers": receivers}
+        return weights_digest(deliver(served.engine, folder, weights, version, **more)[1])
+
+    return update
+
+
 def test_requests_under_way_go_on_under_the_new_weights(served, tmp_path):
     serve(served, tmp_path / "before", "old", 4)
-    kept = assert_goes_on(served, tmp_path)
+    kept = assert_goes_on(served, served.new, keeping(served, tmp_path / "after"))
     assert all(3 <= same < 40 for same in kept)
 
 
@@ -103,7 +112,7 @@ def test_two_workers_hold_their_parts(split, tmp_path):
         assert (arrived.digests, arrived.landed) == (sent, 2 * len(weights))
         split.engine.commit_update(version, weights_digest(sent))
         assert_agrees(split, which, prompts=PROMPTS[:6])
-    assert_goes_on(split, tmp_path, receivers=2)
+    assert_goes_on(split, split.new, keeping(split, tmp_path / "after", receivers=2))
     weights = tensors_of_model(split.new)
     del weights["model.layers.2.mlp.experts.1.up_proj.weight"]
     folder = tmp_path / "refused"
