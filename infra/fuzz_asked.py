@@ -51,7 +51,7 @@ def stored_spans(root: Root, piece: str) -> dict[int, tuple[int, int]]:
         lengths = read_parts(root, [read_piece(root, piece)], ROLLOUT)["response_tokens"].combine_chunks()
         return {row: (0, length) for row, length in enumerate(lengths.value_lengths().to_pylist())}
     spans: dict[int, tuple[int, int]] = {}
-    for record in find_increments(root, piece):
+    for record in find_increments(root, [piece])[0]:
         for one in record.grown():
             first, end = spans.get(one.row, (one.first, one.first))
             spans[one.row] = min(first, one.first), max(end, one.first + len(one.tokens))

@@ -96,8 +96,16 @@ RESPONSES = (
         "damaged-increment-is-the-end",
         "an increment whose tokens were changed is passed over without a word",
         "storage/unfinished.py",
-        "        except NotCommitted:\n            break\n",
-        "        except Exception:\n            break\n",
+        '        raise type(error)(f"{error}, {repair}") from None\n',
+        "        pass\n",
+        ("tests/storage/test_unfinished.py",),
+    ),
+    Mutant(
+        "lost-increment-is-the-end",
+        "what was stored after an increment that is lost is taken for what follows on other tokens",
+        "storage/unfinished.py",
+        "if layout.increment_number(key) > len(found)]",
+        "if not key]",
         ("tests/storage/test_unfinished.py",),
     ),
     Mutant(

@@ -118,6 +118,16 @@ def increment_key(piece: str, number: int, turns: bool = False) -> str:
     return f"{piece.replace('.pieces/', kind).removesuffix('.json')}.{number:05d}.json"
 
 
+def increments_of(piece: str, turns: bool = False) -> str:
+    """Folder of the records of increments, or of turns, of all pieces of the stage of this one."""
+    return increment_key(piece, 0, turns).rpartition("/")[0]
+
+
+def increment_number(key: str) -> int:
+    """The number of the increment with that key."""
+    return int(key.rsplit(".", 2)[1])
+
+
 def is_of_turns(key: str) -> bool:
     """True if the key of an increment is that of a record of turns."""
     return key.rpartition("/")[0].endswith(".turns")

@@ -7,7 +7,7 @@ So a crash costs only what was sampled since the last increment, or the turn tha
 import base64
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, JsonValue
 
 from storage import layout, records
 from storage.backends.root import Root
-from storage.errors import NotCommitted, WrongRecord
+from storage.errors import DigestMismatch, NotCommitted, SchemaMismatch, WrongRecord
 from storage.kill_points import Point, reached
 from storage.manifest import Part
 from storage.parts import PartWriter
@@ -115,14 +115,17 @@ class TurnsRecord(BaseModel, frozen=True, extra="forbid"):
     events: tuple[TurnEvent, ...]
 
 
-def find_increments(root: Root, piece: str) -> list[IncrementRecord]:
-    """Increments that were kept of the piece with the key `piece`, in order."""
-    return _numbered(root, partial(layout.increment_key, piece), IncrementRecord)
+def find_increments(root: Root, pieces: Sequence[str]) -> list[list[IncrementRecord]]:
+    """Increments that were kept of each of a stage's pieces with these keys, in order. Raises DigestMismatch or
+    SchemaMismatch: a record is damaged; WrongRecord: one is missing, or is that of another key."""
+    there = listed_increments(root, pieces[0]) if pieces else {}
+    return [_numbered(root, piece, there.get(piece, []), IncrementRecord) for piece in pieces]
 
 
 def find_turns(root: Root, piece: str) -> list[TurnsRecord]:
-    """Events of conversations that were kept of the piece with the key `piece`, in order."""
-    return _numbered(root, partial(layout.increment_key, piece, turns=True), TurnsRecord)
+    """Events of conversations that were kept of the piece with the key `piece`, in order; raises as
+    `find_increments`."""
+    return _numbered(root, piece, listed_increments(root, piece, turns=True).get(piece, []), TurnsRecord)
 
 
 def read_increment(root: Root, key: str) -> IncrementRecord | TurnsRecord:
@@ -130,13 +133,42 @@ def read_increment(root: Root, key: str) -> IncrementRecord | TurnsRecord:
     return records.read(root, key, TurnsRecord if layout.is_of_turns(key) else IncrementRecord)
 
 
-def _numbered[M: BaseModel](root: Root, key: Callable[[int], str], kind: type[M]) -> list[M]:
-    found: list[M] = []
-    for number in itertools.count():
-        try:
-            found.append(records.read(root, key(number), kind))
-        except NotCommitted:
-            break
+def listed_increments(root: Root, piece: str, turns: bool = False) -> dict[str, list[str]]:
+    """Keys of the increments, or of the turns, of all pieces of the stage of this one, by the key of their piece."""
+    return _by_piece(root.keys(layout.increments_of(piece, turns)))
+
+
+def lost_increments(keys: Iterable[str]) -> list[str]:
+    """Keys that are missing among those of increments, as later ones of their pieces are there."""
+    return [
+        key
+        for piece, there in _by_piece(keys).items()
+        for number in range(layout.increment_number(there[-1]))
+        if (key := layout.increment_key(piece, number, layout.is_of_turns(there[0]))) not in there
+    ]
+
+
+def _by_piece(keys: Iterable[str]) -> dict[str, list[str]]:
+    found = dict[str, list[str]]()
+    for key in keys:
+        if (piece := layout.piece_of_increment(key)) is not None:
+            found.setdefault(piece, []).append(key)
+    return found
+
+
+def _numbered[M: BaseModel](root: Root, piece: str, there: Sequence[str], kind: type[M]) -> list[M]:
+    """Records of a piece; `there` are the keys of those that were listed before."""
+    turns, found = kind is TurnsRecord, list[M]()
+    repair = f"or remove {root.url}/{layout.increments_of(piece, turns)}: what the stage has begun then begins again"
+    try:
+        for number in itertools.count():
+            found.append(records.read(root, layout.increment_key(piece, number, turns), kind))
+    except NotCommitted:
+        if later := [key for key in there if layout.increment_number(key) > len(found)]:
+            lost = f"{root.url}/{layout.increment_key(piece, len(found), turns)} is missing, and {later[-1]} is there"
+            raise WrongRecord(f"{lost}. Restore it from a copy, {repair}") from None
+    except (DigestMismatch, SchemaMismatch) as error:
+        raise type(error)(f"{error}, {repair}") from None
     return found
 
 

@@ -27,7 +27,7 @@ from storage.parallel import each
 from storage.parts import is_intact, read_part_buffer
 from storage.revisions import FIRST, uncopied
 from storage.selection import SOURCES, Source, read_sources
-from storage.unfinished import Attempt, read_increment
+from storage.unfinished import Attempt, lost_increments, read_increment
 from storage.upkeep.catalog import Contents, names, survey
 
 _READERS = 4
@@ -35,7 +35,7 @@ _READERS = 4
 
 class Problem(StrEnum):
     DAMAGED = "damaged"  # it is not what was written
-    MISSING = "missing"  # a manifest or piece names it, and it is not there
+    MISSING = "missing"  # a manifest or piece names it, or another record follows it, and it is not there
     UNKNOWN_INPUT = "unknown-input"  # it was made from a manifest that the run does not have
     SOURCE_GONE = "source-gone"
     """Samples were copied from a rollout that is not there any more. Harmless: they are there."""
@@ -123,7 +123,14 @@ def _readable(root: Root, run: str) -> tuple[Contents, list[Finding]]:
     asked = _unreadable(root.keys(layout.exchange_folder(run)), lambda key: records.read(root, key, Exchange))
     attempts = _unreadable(recorded.attempts, lambda key: records.read(root, key, Attempt))
     grown = _unreadable(recorded.increments, lambda key: read_increment(root, key))
-    return stored, [*findings, *flaws, *asked, *attempts, *grown]
+    going_on = [  # gc deletes the others, one by one
+        key
+        for key in recorded.increments
+        if layout.piece_of_increment(key) not in stored.pieces and layout.stage_of(key) not in stored.manifests
+    ]
+    detail = "later increments of the same piece are there"
+    lost = [Finding(fault=Problem.MISSING, key=key, detail=detail) for key in lost_increments(going_on)]
+    return stored, [*findings, *flaws, *asked, *attempts, *grown, *lost]
 
 
 def _copies(root: Root, run: str) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from storage.backends.root import Root
-from storage.unfinished import Grown, IncrementRecord, find_increments, keep_increment
+from storage.unfinished import Grown, IncrementRecord, find_increments, keep_increment, listed_increments
 from tasks.engine.protocol import Begun, Increment
 from tasks.workers.engines import EngineHandle
 
@@ -14,7 +14,7 @@ class Growth:
     def __init__(self, root: Root, pieces: Sequence[str]) -> None:
         """Find what earlier processes have stored of the pieces with these keys."""
         self._root, self.pieces = root, pieces
-        self._stored = [find_increments(root, piece) for piece in pieces]
+        self._stored = find_increments(root, pieces)
         self._next = [len(records) for records in self._stored]
 
     def begun(self, place: int, before: Sequence[Begun]) -> list[Begun]:
@@ -35,7 +35,7 @@ def keep_left(root: Root, engines: Sequence[EngineHandle]) -> None:
     """Store what engines have sampled of pieces for which nobody waits any more: others go on from there."""
     for engine in engines:
         for piece, left in engine.drop().items():
-            keep_increment(root, piece, len(find_increments(root, piece)), _record(left))
+            keep_increment(root, piece, len(listed_increments(root, piece).get(piece, [])), _record(left))
 
 
 def _record(increments: Sequence[Increment]) -> IncrementRecord:

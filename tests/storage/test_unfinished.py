@@ -9,10 +9,14 @@ from storage.parts import PartWriter
 from storage.unfinished import (
     Grown,
     IncrementRecord,
+    TurnEvent,
+    TurnsRecord,
     find_increments,
     find_piece,
+    find_turns,
     keep_increment,
     keep_piece,
+    lost_increments,
     piece_key,
 )
 from tasks.stages.names import Stage
@@ -50,18 +54,18 @@ def grown(*tokens, row=0, first=0):
 def test_increments_are_found_again_in_order(any_root):
     piece = layout.piece_key("run", 1, Stage.ROLLOUT, 0, "a")
     assert piece == piece_key(PartWriter(any_root, "run", 1, Stage.ROLLOUT), "a")
-    assert find_increments(any_root, piece) == []
+    assert find_increments(any_root, [piece]) == [[]]
     some = [[grown(5, 6), grown(7, row=3)], [grown(2**31 - 1, first=2), grown(row=1)]]
     made = [IncrementRecord.of(one, 4) for one in some]
     assert [keep_increment(any_root, piece, number, one) for number, one in enumerate(made)] == [1, 2]
-    assert find_increments(any_root, piece) == made
+    assert find_increments(any_root, [piece]) == [made]
     for record, expected in zip(made, some, strict=True):
         for mine, theirs in zip(record.grown(), expected, strict=True):
             assert mine[:2] == theirs[:2]
             for one, other in zip(mine[2:], theirs[2:], strict=True):
                 assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
     others = ((Stage.ROLLOUT, 0, "b"), (Stage.ROLLOUT, 1, "a"), (Stage.REWARD, 0, "a"))
-    assert all(find_increments(any_root, layout.piece_key("run", 1, *one)) == [] for one in others)
+    assert find_increments(any_root, [layout.piece_key("run", 1, *one) for one in others]) == [[], [], []]
 
 
 def test_an_increment_of_another_process_is_kept(any_root):
@@ -70,7 +74,33 @@ def test_an_increment_of_another_process_is_kept(any_root):
     assert keep_increment(any_root, piece, 0, theirs) == 1
     assert keep_increment(any_root, piece, 0, theirs) == 1  # its own write, whose answer was lost
     assert keep_increment(any_root, piece, 0, ours) == 2
-    assert find_increments(any_root, piece) == [theirs, ours]
+    assert find_increments(any_root, [piece]) == [[theirs, ours]]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+@pytest.mark.parametrize("turns", [False, True])
+def test_an_increment_that_is_lost_is_not_taken_for_the_end(root, lost, turns):
+    piece = layout.piece_key("run", 1, Stage.ROLLOUT, 0, "a")
+    event = TurnsRecord(events=(TurnEvent(row=0, kind="begun"),))
+    for number in range(3):
+        one = event if turns else IncrementRecord.of([grown(number, first=number)], 4)
+        keep_increment(root, piece, number, one)
+    key = layout.increment_key(piece, lost, turns)
+    root.remove(key)
+
+    def read():
+        return find_turns(root, piece) if turns else find_increments(root, [piece])[0]
+
+    assert lost_increments(root.keys("run")) == ([] if lost == 2 else [key])
+    if lost == 2:  # the end may be lost with what it knew, as by a kill
+        assert len(read()) == 2
+        return
+    with pytest.raises(WrongRecord, match=f"{key} is missing") as refused:
+        read()
+    folder = str(refused.value).partition("or remove ")[2].partition(": ")[0]
+    for other in root.keys(folder.removeprefix(f"{root.url}/")):
+        root.remove(other)
+    assert read() == []
 
 
 @pytest.mark.parametrize("harm", ["flipped", "copied"])
@@ -84,7 +114,7 @@ def test_an_increment_with_other_tokens_is_refused_and_not_taken_for_the_end(roo
     assert flipped != root.read_bytes(key)
     root.replace(key, flipped if harm == "flipped" else root.read_bytes(source))
     with pytest.raises(DigestMismatch if harm == "flipped" else WrongRecord, match=key):
-        find_increments(root, piece)
+        find_increments(root, [piece])
 
 
 def test_the_key_of_an_increment_names_its_piece():

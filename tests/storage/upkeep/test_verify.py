@@ -110,10 +110,16 @@ def test_a_damaged_record_of_an_increment_is_named(root):
     piece = layout.piece_key("run", 4, Stage.ROLLOUT, 0, "a")
     key = layout.increment_key(piece, 0)
     one = Grown(0, 0, np.array([5], np.int32), np.array([-1.0], np.float32))
-    keep_increment(root, piece, 0, IncrementRecord.of([one], 3))
+    for number in range(2):
+        keep_increment(root, piece, number, IncrementRecord.of([one], number))
     assert found(root) == set()
     flip(root, key, random.Random(0))
     assert found(root) == {(Problem.DAMAGED, key)}
+    root.remove(key)
+    assert found(root) == {(Problem.MISSING, key)}
+    writer = PartWriter(root, "run", 4, Stage.ROLLOUT)
+    keep_piece(writer, "a", writer.write_bytes("a.arrow", b"a"))
+    assert found(root) == set()  # gc may be at work on them
 
 
 def test_a_run_in_work_is_verified_without_fuss(root):
