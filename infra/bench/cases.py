@@ -18,6 +18,8 @@ Speaker = Literal["client", "environment"]
 SideName = Literal["undisturbed", "everything", "apart", "standby"]
 SIDES: tuple[SideName, ...] = ("undisturbed", "everything", "apart", "standby")
 """Runs of the bench of failures."""
+KillName = Literal["rank", "engine"]
+"""What dies in them."""
 SyncCaseName = Literal[
     "cpu",
     "cpu-tied",

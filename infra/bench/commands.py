@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from flows.cli.options import DEFAULT_ROOT, Json, RootUrl, Settings
 from flows.views.output import Output
-from infra.bench.cases import LAYOUTS, SIDES, CaseName, LayoutName, SideName, Speaker, SyncCaseName
+from infra.bench.cases import LAYOUTS, SIDES, CaseName, KillName, LayoutName, SideName, Speaker, SyncCaseName
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.upkeep.catalog import require_run
@@ -164,9 +164,16 @@ def loop(
 def faults(
     *,
     iterations: Annotated[int, Parameter(help="Iterations of each run.", validator=Number(gte=1))] = 4,
-    every: Annotated[int, Parameter(help="A rank dies in every so many iterations.", validator=Number(gte=1))] = 2,
+    every: Annotated[int, Parameter(help="It dies in every so many iterations.", validator=Number(gte=1))] = 2,
+    kill: Annotated[
+        KillName, Parameter(help="The last rank at its first gradient, or the engine amid a rollout.")
+    ] = "rank",
     seconds: Annotated[
-        float, Parameter(help="Seconds that rewards of an iteration take.", validator=Number(gte=0))
+        float,
+        Parameter(
+            help="Seconds that rewards of an iteration take; with --kill engine, steps of its longest response.",
+            validator=Number(gte=0),
+        ),
     ] = 0,
     ranks: Annotated[int, Parameter(help="Trainer ranks, one pipeline.", validator=Number(gte=1))] = 2,
     case: Annotated[CaseName, Parameter(help="Model and samples.")] = "tiny",
@@ -178,7 +185,8 @@ def faults(
     from infra.bench.faults import Faults, bench_faults
 
     with Output(json=json) as output:
-        order = Faults(iterations=iterations, every=every, seconds=seconds, ranks=ranks, case=case, measured=side)
+        order = Faults(iterations=iterations, every=every, kill=kill, seconds=seconds, ranks=ranks, case=case,
+                       measured=side)  # fmt: skip
         found = bench_faults(order, settings, output.say)
         output.result(found, _lines(found))
     return 0

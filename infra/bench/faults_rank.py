@@ -8,38 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
+from infra.bench.faults_marks import Plan, note
 from trainer_core.config import RankSpec, TrainerConfig
 from trainer_core.start import start_trainer
 
 if TYPE_CHECKING:
     from trainer_core.trainer import Trainer
 
-PLAN, MARKS = "plan", "marks.jsonl"
-"""Files in the folder of a run: the updates at which the last rank dies, and what was noted."""
 _wrapped: set[str] = set()  # a process that is a rank again, of another group, is wrapped already
-
-
-class Mark(BaseModel):
-    """Something that happened."""
-
-    what: str
-    """`killed`, `noticed`, `asked`, `process`, `imported`, `met`, `built`, `loaded` or `gradient`."""
-    at: float
-    """Seconds since the epoch."""
-
-
-def note(folder: Path, what: str) -> None:
-    """Note that it happens now; with one write, because the process may die at once."""
-    with (folder / MARKS).open("a", encoding="utf-8") as file:
-        file.write(Mark(what=what, at=time.time()).model_dump_json() + "\n")
-
-
-def noted(folder: Path) -> list[Mark]:
-    """Marks of a run, in order."""
-    path = folder / MARKS
-    return [Mark.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def waited(records: list[object], responses: list[str], seconds: float) -> list[float]:
@@ -87,10 +63,11 @@ def _noting(folder: Path, what: str, owner: Any, name: str, before: Callable[[An
 def _last_rank(folder: Path, rank: RankSpec) -> Callable[[Any], None]:
     """Kills this process at the planned updates, each once, if it is the last rank."""
 
+    planned = Plan.of(folder).at
+
     def meet(optimizer: Any) -> None:
-        plan = (folder / PLAN).read_text().split()
         claim = folder / f"killed-{optimizer.updates}"
-        if rank.rank == rank.world_size - 1 and str(optimizer.updates) in plan and not claim.exists():
+        if rank.rank == rank.world_size - 1 and optimizer.updates in planned and not claim.exists():
             claim.touch()
             note(folder, "killed")
             os.kill(os.getpid(), signal.SIGKILL)
