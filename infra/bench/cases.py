@@ -19,7 +19,7 @@ SideName = Literal["undisturbed", "everything", "apart", "standby"]
 SIDES: tuple[SideName, ...] = ("undisturbed", "everything", "apart", "standby")
 """Runs of the bench of failures."""
 KillName = Literal["rank", "engine"]
-"""What dies in them."""
+"""Victims of that bench."""
 SyncCaseName = Literal[
     "cpu",
     "cpu-tied",

@@ -201,7 +201,7 @@ def _measured(name: SideName, order: Faults, overrides: Sequence[str], folder: P
 
 
 def plan_of(order: Faults, config: RunConfig) -> Plan:
-    """What dies in a run with failures."""
+    """Plan of a run with failures."""
     killed, policy = range(order.every, order.iterations + 1, order.every), config.train.policy
     if order.kill == "engine":
         return Plan(kill="engine", at=tuple(killed), pause_s=order.seconds / config.rollout.max_tokens)

@@ -1,4 +1,4 @@
-"""What the processes of a run of the bench of failures are told, and what they note."""
+"""Orders for the processes of a run of the bench of failures, and marks that they note."""
 
 import time
 from pathlib import Path
@@ -12,7 +12,7 @@ PLAN, MARKS = "plan.json", "marks.jsonl"
 
 
 class Plan(BaseModel):
-    """What dies, and when."""
+    """Victim, and moments of its death."""
 
     kill: KillName
     """The last trainer rank, or the engine."""
