@@ -61,6 +61,9 @@ SHARES = {
 OVER_ANY_BACKEND = ("tests/storage/ownership/", "tests/storage/upkeep/")
 """The quick tests run these on local files alone; tests/storage/backends covers the differences between backends."""
 BYTES_OF_A_WORKER = 4 << 30  # an engine and two ranks at once
+IN_MEMORY, BYTES_IN_MEMORY = Path("/dev/shm"), 4 << 30
+"""Folder in memory for the files of the quick tests, if it has so much room: a disk is slow at the flushes of small
+runs."""
 
 
 def group_of(nodeid: str) -> str:
@@ -107,8 +110,16 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> N
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" in config.option.markexpr and _room_in_memory() >= BYTES_IN_MEMORY:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
     if "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Measures())
+
+
+def _room_in_memory() -> int:
+    if not os.access(IN_MEMORY, os.W_OK):
+        return 0
+    return min(psutil.disk_usage(str(IN_MEMORY)).free, psutil.virtual_memory().available)
 
 
 @pytest.hookimpl(wrapper=True)
