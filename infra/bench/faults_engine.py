@@ -91,7 +91,7 @@ class FailingEngine(Engine):
 def stored_tokens(root: Root, piece: str, begun: Sequence[Begun]) -> tuple[int, int]:
     """Tokens that are stored of the responses of a piece in progress, and those of them that are not `begun`."""
     ends: dict[int, int] = {}
-    for record in find_increments(root, piece):
+    for record in find_increments(root, [piece])[0]:
         for row, first, length in zip(record.rows, record.firsts, record.lengths, strict=True):
             ends[row] = max(ends.get(row, 0), first + length)
     known = dict(enumerate(len(one.tokens) for one in begun))
