@@ -11,16 +11,17 @@ from storage.backends.root import open_root
 from storage.errors import SyncMismatch, WorkerLost
 from storage.kill_points import Point
 from tasks.config.stored import record_config
-from tasks.engine.protocol import BASE, EngineIdentity, Sampling, weights_digest
+from tasks.engine.protocol import BASE, EngineIdentity, Sampling
 from tasks.stages import transaction
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.transaction import deliver
+from tests.small.adapters import AdaptedTrainer, LiveEngine
 from tests.small.config import small_config
 from tests.small.here import WorkersHere, context_here
+from tests.small.models import made
 from tests.small.workers import LAYERS, SmallEngine, SmallTrainer, plan_of
-from trainer_core.protocol import Planned
 from trainer_core.weights.channel import fail
-from trainer_core.weights.plan import WeightPlan, text_digest
+from trainer_core.weights.plan import text_digest
 
 HOW = Sampling(max_tokens=4, stop_token_ids=(1,))
 UNUSABLE = EngineIdentity(weight_version=None, weights_digest=None)
@@ -116,43 +117,6 @@ class Rank(SmallTrainer):
         return super()._packed(name, octets)
 
 
-class Live(Engine):
-    """An engine with a live adapter."""
-
-    base = None
-
-    def survey_model(self):
-        super().survey_model()
-        return self.base
-
-    def prepare_update(self, plan, *given):
-        self.planned = WeightPlan.model_validate_json(plan)
-        assert self.planned.form == "base" or self.planned.base == self.base
-        return super().prepare_update(plan, *given)
-
-    def commit_update(self, version, digest):
-        if self.planned.form == "base":
-            self.base = self.planned.base
-            return super().commit_update(version, digest)
-        assert digest == weights_digest({**self._arrived.digests, BASE: self.base})
-        super().commit_update(version, weights_digest(self._arrived.digests))
-        self._digest = digest
-        return self.identity()
-
-
-class Adapting(Rank):
-    """A rank with adapters."""
-
-    base = "the base"
-
-    def plan_weights(self, version, arena_bytes, form="whole"):
-        self.forms = [*getattr(self, "forms", []), form]
-        super().plan_weights(version, arena_bytes, form)
-        self._plan = self._plan.model_copy(update={"form": form, "base": self.base})
-        text = self._plan.model_dump_json()
-        return Planned(text_digest(text), None if self._rank else text, exchanges=1)
-
-
 @pytest.fixture
 def run(tmp_path, request):
     """A run of two engines that serve version 0, and a trainer that holds other weights now."""
@@ -217,24 +181,30 @@ def test_all_engines_serve_what_the_trainer_holds(run):
     assert set(steps) <= metrics.keys()
 
 
-@pytest.mark.parametrize("run", [(["train.lora.rank=4", "engine.adapter=live"], Live, Adapting)], indirect=True)
-def test_a_live_adapter_is_sent_alone_to_engines_that_have_its_base(run):
+@pytest.mark.parametrize(
+    "run", [(["train.lora.rank=4", "engine.adapter=live"], LiveEngine, AdaptedTrainer)], indirect=True
+)
+def test_a_live_adapter_is_sent_alone_to_engines_that_have_its_base(run, tmp_path):
     """All engines have got the base with version 0; later one is new, and then the trainer has another base."""
-    assert [engine.base for engine in run.engines] == ["the base"] * 2
 
-    def sent(version, base):
-        for rank in run.ranks:
-            rank.forms, rank.base = [], base
+    def sent(version):
         run.calls.clear()
         delivery = run.sync(version=version)
-        assert delivery.digests[BASE] == base
+        base = delivery.digests[BASE]
         assert {engine.base for engine in run.engines} == {base}
-        return run.ranks[0].forms, run.calls.count("receive_update"), "base_bytes" in delivery.metrics()
+        steps = [run.calls.count(name) for name in ("plan_weights", "receive_update")]
+        return base, steps, "base_bytes" in delivery.metrics()
 
-    assert sent(1, "the base") == (["adapter"], 2, False)
+    base = run.engines[0].base
+    assert sent(1) == (base, [1, 2], False)
     run.engines[1].base = None
-    assert sent(2, "the base") == (["adapter", "base", "adapter"], 3, True)
-    assert sent(3, "another") == (["adapter", "base", "adapter"], 4, True)
+    assert sent(2) == (base, [3, 3], True)
+    other = made(tmp_path / "other", 9)
+    for rank in run.ranks:
+        rank._model_dir = str(other)
+    found = sent(3)
+    assert found == (found[0], [3, 4], True)
+    assert found[0] != base
 
 
 OLD = "the old weights"
