@@ -6,6 +6,8 @@ _CORE = ("tests/trainer_core/phases/test_critic.py",)
 _GAE = ("tests/trainer_core/objectives/test_advantages.py",)
 _REWARDS = ("tests/trainer_core/phases/test_reward_model.py",)
 _LOOP = ("tests/flows/test_critic.py",)
+_SOURCE = ("tests/trainer_core/phases/test_critic_source.py",)
+_STORED = ("tests/tasks/export/test_critic.py",)
 _ADVANTAGES, _CRITIC = "trainer_core/objectives/advantages.py", "trainer_core/phases/critic.py"
 
 CRITIC = (
@@ -61,9 +63,33 @@ CRITIC = (
         "critic-without-its-row",
         "a critic that begins with a classifier has a value of 0 everywhere",
         "trainer_core/model/values.py",
-        "self.weight.copy_(given[_SCORE])",
-        "self.weight.zero_()",
-        ("tests/trainer_core/phases/test_critic_source.py",),
+        "tensor.copy_(given[name] if name in there else",
+        "tensor.copy_(given[name] if name == _CONSTANT and name in there else",
+        _SOURCE,
+    ),
+    Mutant(
+        "critic-without-its-constant",
+        "a critic that begins with a stored one has none of its constant",
+        "trainer_core/model/values.py",
+        "tensor.copy_(given[name] if name in there else",
+        "tensor.copy_(given[name] if name == _SCORE and name in there else",
+        _SOURCE,
+    ),
+    Mutant(
+        "critic-exported-without-its-constant",
+        "an exported critic has none of its constant",
+        "trainer_core/hugging_face.py",
+        '"critic": {_OUTPUT: "score.weight", _CONSTANT: "score.bias"},',
+        '"critic": {_OUTPUT: "score.weight"},',
+        _STORED,
+    ),
+    Mutant(
+        "critic-of-the-policys-kind",
+        "an exported critic has the config.json of the policy, though it began with a folder of its own",
+        "tasks/export/export.py",
+        'return "critic/" if kind != "policy" and other_parts(prepared, "critic") else MODEL',
+        'return "critic/" if kind == "policy" and other_parts(prepared, "critic") else MODEL',
+        _STORED,
     ),
     Mutant(
         "critic-of-a-folder-that-changes",

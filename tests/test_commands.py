@@ -60,6 +60,7 @@ ELSEWHERE = {
     "ratchet evaluate": REAL,
     "ratchet export": REAL,
     "ratchet export --adapter": TUTORIAL,
+    "ratchet export RUN@ITERATION --critic": "tests/tasks/export/test_critic.py",
     **dict.fromkeys(("ratchet export again", "ratchet export chat-lora", "ratchet export teacher"), TUTORIAL),
     "ratchet export warm": TUTORIAL,
     "ratchet prove-resume": PROVEN,

@@ -6,10 +6,10 @@ to a whole tensor is done here. Tensors come one after another: none is held lon
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from megatron.bridge import AutoBridge
@@ -28,13 +28,20 @@ _EXPERTS = re.compile(r"^(?P<before>.*\.experts)\.experts\.(?P<after>.*)$")
 _NUMBERED = re.compile(r"\.layers\.(\d+)\.")
 _ADAPTER = ".adapter."
 _IN_FP32 = ".router.expert_bias"
-_OUTPUT, _CONSTANT, _SCORE = "output_layer.weight", "output_layer.bias", "score.weight"
+_OUTPUT, _CONSTANT = "output_layer.weight", "output_layer.bias"
 _OF_THE_VOCABULARY = ("embedding.word_embeddings.weight", _OUTPUT)
 _UNCHANGED = (
     maps.AutoMapping, maps.DirectMapping, maps.ColumnParallelMapping, maps.RowParallelMapping, maps.ReplicatedMapping,
 )  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
+Exporting = Literal["policy", "rewards", "critic"]
+"""Purpose of an export: to sample, to score whole responses by any program, or to begin another critic."""
+_HEADS: Mapping[Exporting, Mapping[str, str]] = {
+    "policy": {}, "rewards": {_OUTPUT: "score.weight"}, "critic": {_OUTPUT: "score.weight", _CONSTANT: "score.bias"},
+}  # fmt: skip
+"""Names of the output layer in a classifier. No pair of responses decides the constant of rewards, and transformers
+does not know it; a critic has learnt it."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,19 @@ class Adapted:
 class StoredWeights:
     """All weights of a state, in the order of the layers."""
 
-    def __init__(self, model_dir: Path, state: SavedState, vocab_size: int, scores: bool = False) -> None:
+    def __init__(self, model_dir: Path, state: SavedState, vocab_size: int, kind: Exporting = "policy") -> None:
         """Plan the conversion; reads no tensor. `model_dir` has the model's config.json, and if the state holds
-        adapters also the model's weights; the embedding has `vocab_size` rows without padding. The state of a critic
-        `scores`: its output layer is named as that of a classifier, without the constant, which no pair of responses
-        decides and transformers does not know. Raises InputError: megatron-bridge does not know the architecture, or a
-        tensor cannot be converted."""
+        adapters also the model's weights; the embedding has `vocab_size` rows without padding. A state of another
+        `kind` than the policy's is that of a critic. Raises InputError: megatron-bridge does not know the architecture,
+        or a tensor cannot be converted."""
         with quietly():
             bridge = AutoBridge.from_hf_pretrained(str(model_dir))
             self._config = bridge.to_megatron_provider(load_weights=False)
             self._registry = cast(Any, bridge)._model_bridge.mapping_registry()
-        self._state, self._vocab_size, self._scores = state, vocab_size, scores
+        self._state, self._vocab_size, self._head = state, vocab_size, _HEADS[kind]
         tensors = [name for name in sorted(state.tensors) if not name.startswith(OPTIMIZER_PREFIX)]
-        held = [name for name in tensors if _ADAPTER not in name and not (scores and name == _CONSTANT)]
+        left_out = _CONSTANT if kind == "rewards" else None
+        held = [name for name in tensors if _ADAPTER not in name and name != left_out]
         found: list[Entry | Adapted] = [self._entry(name, *layer) for name in held for layer in self._layers(name)]
         if state.facts.lora is not None:
             given = {name for entry in found for name in entry.names}
@@ -159,17 +166,22 @@ class StoredWeights:
         return next(name for name in names_of(mapping) if name.endswith(target))
 
     def _entry(self, stored: str, name: str, region: Region, axes: int) -> Entry:
-        mapping = self._registry.megatron_to_hf_lookup(name)
-        if mapping is None:
-            fact = f"megatron-bridge does not know {name}, which is {stored} in the state"
-            raise StorageError(f"{fact}: use the pinned versions")
-        split = self._split(mapping, name)
+        names, split = self._conversion(stored, name)
         dtype = self._state.tensors[stored].dtype
         parts = split(torch.empty(region.shape[axes:], dtype=dtype, device="meta"))
         shapes = tuple(tuple(part.shape) for part in parts)
         in_fp32 = stored.endswith(_IN_FP32)
-        names = (_SCORE,) if self._scores and name == _OUTPUT else names_of(mapping)
         return Entry(stored, region, axes, names, shapes, dtype, split, in_fp32, _place(name))
+
+    def _conversion(self, stored: str, name: str) -> tuple[tuple[str, ...], Callable[[torch.Tensor], Tensors]]:
+        """Hugging Face names of a tensor of the model, and what makes the tensors of these names."""
+        if name in self._head:
+            return (self._head[name],), lambda one: (one,)
+        mapping = self._registry.megatron_to_hf_lookup(name)
+        if mapping is None:
+            fact = f"megatron-bridge does not know {name}, which is {stored} in the state"
+            raise StorageError(f"{fact}: use the pinned versions")
+        return names_of(mapping), self._split(mapping, name)
 
     def _split(self, mapping: Any, name: str) -> Callable[[torch.Tensor], Tensors]:
         if type(mapping) is maps.QKVMapping:

@@ -62,12 +62,17 @@ def export_command(
     adapter: Annotated[
         bool, Parameter(help="Write the adapters of LoRA alone, as peft loads them.", negative=())
     ] = False,
+    critic: Annotated[
+        bool, Parameter(help="Write the critic, as train.critic.source of another run takes it.", negative=())
+    ] = False,
     common: Common = Common(),
 ) -> int:
     """Write a trained model as a Hugging Face folder that transformers and vLLM load; needs storage alone, no GPU.
 
     The weights are compared with the digest of those that were served, and the files with what was written.
     """
+    if adapter and critic:
+        raise InputError("--adapter and --critic name two models: give one of them")
     if adapter and precision is not None:
         raise InputError("--adapter writes factors as they are trained: leave --precision out")
     store = common.store
@@ -78,7 +83,10 @@ def export_command(
         output.say(f"exporting iteration {chosen.iteration} of run {chosen.run}{why}")
         from tasks.export.export import export, export_adapter  # import torch, and Megatron later
 
-        made = export_adapter(store, chosen, target) if adapter else export(store, chosen, target, precision)
+        if adapter:
+            made = export_adapter(store, chosen, target)
+        else:
+            made = export(store, chosen, target, precision, critic=critic)
         output.result(made, list(_exported(made)))
     return 0
 

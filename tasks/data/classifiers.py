@@ -19,8 +19,9 @@ def classifier_config(facts: Mapping[str, Any], ends: Container[object]) -> dict
     Its problem is a regression, or servers would put the value through a sigmoid. transformers reads the value behind
     the last token that is not padding: a padding token that may end a response is therefore left out."""
     padding = facts.get("pad_token_id")
+    family = str(facts["architectures"][0]).removesuffix(CAUSAL).removesuffix(CLASSIFIER)
     own = {
-        "architectures": [str(facts["architectures"][0]).removesuffix(CAUSAL) + CLASSIFIER],
+        "architectures": [family + CLASSIFIER],
         "id2label": {"0": "reward"}, "label2id": {"reward": 0}, "problem_type": "regression",
         "pad_token_id": None if padding in ends else padding,
     }  # fmt: skip

@@ -32,9 +32,9 @@ from tasks.engine.protocol import BASE, weights_digest
 from tasks.export.choice import Chosen
 from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
-from tasks.stages.prepared import MODEL
+from tasks.stages.prepared import MODEL, other_parts
 from tasks.stages.views import Served
-from trainer_core.config import Precision
+from trainer_core.config import Precision, decoder_of
 from trainer_core.lora import LoraConfig
 from trainer_core.platform.platform import prepare
 from trainer_core.state.facts import CRITIC, needed_for_values, needed_for_weights
@@ -108,7 +108,7 @@ def write_shards(
 
 
 if TYPE_CHECKING:
-    from trainer_core.hugging_face import StoredWeights  # imports Megatron
+    from trainer_core.hugging_face import Exporting, StoredWeights  # imports Megatron
 
 
 class Exported(BaseModel, frozen=True, extra="forbid"):
@@ -124,16 +124,21 @@ class Exported(BaseModel, frozen=True, extra="forbid"):
 
 
 def export(
-    root: Root, chosen: Chosen, target: ExportFolder, precision: Precision | None, limit: int = SHARD_BYTES
+    root: Root,
+    chosen: Chosen,
+    target: ExportFolder,
+    precision: Precision | None,
+    limit: int = SHARD_BYTES,
+    critic: bool = False,
 ) -> Exported:
     """Write the weights of an iteration as a Hugging Face folder; of a run that trains a reward model this one, as a
-    classifier with one label. `precision` is by default that of the state; a state in bf16 exported as fp32 holds the
-    same values. The biases of routers are fp32 in any. A shard has at most `limit` bytes. Raises DigestMismatch (the
-    state does not give the weights that were served, or a part of it is damaged), InputError (the architecture cannot
-    be exported, or the iteration has no reward model yet) or StorageError (a file reads back otherwise than it was
-    written)."""
-    scores = _scores(root, chosen)
-    with _opened(root, chosen, scores) as (weights, state, model_config):
+    classifier with one label; or its `critic`, as one with a constant. `precision` is by default that of the state; a
+    state in bf16 exported as fp32 holds the same values. The biases of routers are fp32 in any. A shard has at most
+    `limit` bytes. Raises DigestMismatch (the state does not give the weights that were served, or a part of it is
+    damaged), InputError (the architecture cannot be exported, or the iteration has no critic, or no reward model yet)
+    or StorageError (a file reads back otherwise than it was written)."""
+    kind = _kind(root, chosen, critic)
+    with _opened(root, chosen, kind) as (weights, state, model_config):
         live = _live(root, chosen, weights, state)
         written = precision or state.facts.precision
         types = {name: _WRITTEN["fp32" if e.in_fp32 else written] for e in weights.entries for name in e.names}
@@ -144,13 +149,13 @@ def export(
         digests: dict[str, str] = {}
         index = write_shards(target, shards, _streamed(weights, types, digests))
     exported = weights_digest(digests if live is None else live)
-    if scores:  # no engine of the run was sent these
+    if kind != "policy":  # no engine of the run was sent these
         model_config = classifier_config(model_config, _stop_tokens(chosen.manifest(Stage.PREPARE, 0)))
     else:
         _compare(chosen, exported)
     if len(shards) > 1:
         target.write(INDEX, _json(index))
-    _write_texts(root, chosen, target, written, model_config)
+    _write_texts(root, chosen, target, written, model_config, kind)
     model_config.pop("torch_dtype", None)  # the name of `dtype` in older files
     target.finish(_json({**model_config, "dtype": dtype_name(_WRITTEN[written][0])}))
     return _made(chosen, target, written, exported, planned)
@@ -209,37 +214,42 @@ def _live(root: Root, chosen: Chosen, weights: "StoredWeights", state: SavedStat
     return {**{name: tensor_digest(factor) for name, factor in weights.factors()}, BASE: state.facts.lora.base}
 
 
-def _scores(root: Root, chosen: Chosen) -> bool:
-    """True if the run trains a reward model. Raises InputError: the state does not hold it."""
-    if not _trains_scores(stored_config(root, chosen.run)):
-        return False
-    if not chosen.manifest(Stage.TRAIN).below(f"{STATE}{CRITIC}/"):
-        fact = f"iteration {chosen.iteration} of run {chosen.run!r} is what its reward model begins with, and has none"
+def _kind(root: Root, chosen: Chosen, critic: bool) -> "Exporting":
+    """Purpose of an export: the critic is asked for, or else what the run trains. Raises InputError: the state does not
+    hold it."""
+    scores = stored_config(root, chosen.run).train.policy.loss.trains_critic
+    if (critic or scores) and not chosen.manifest(Stage.TRAIN).below(f"{STATE}{CRITIC}/"):
+        which = f"iteration {chosen.iteration} of run {chosen.run!r}"
+        if not scores:
+            raise InputError(f"{which} has no critic (train.critic): leave --critic out, or name a run that has one")
+        fact = f"{which} is what its reward model begins with, and has none"
         raise InputError(f"{fact}: export a later one, or the run that it is from")
-    return True
+    return "critic" if critic else "rewards" if scores else "policy"
 
 
-def _trains_scores(config: RunConfig) -> bool:
-    return config.train.policy.loss.trains_critic
+def _folder(prepared: Manifest, kind: "Exporting") -> str:
+    """Prefix of the parts of the model that what is exported began with."""
+    return "critic/" if kind != "policy" and other_parts(prepared, "critic") else MODEL
 
 
 @contextmanager
 def _opened(
-    root: Root, chosen: Chosen, scores: bool = False
+    root: Root, chosen: Chosen, kind: "Exporting" = "policy"
 ) -> Iterator[tuple["StoredWeights", SavedState, dict[str, Any]]]:
     """Weights of a stored state, or of its critic, the state, and the content of the model's config.json."""
     with scratch() as folder:
         prepared, trained = chosen.manifest(Stage.PREPARE, 0), chosen.manifest(Stage.TRAIN)
-        model_config = json.loads(read_part(root, prepared.part(MODEL + _CONFIG)))
-        (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
-        materialize(root, trained, folder / "state", STATE, needed_for_values if scores else needed_for_weights)
-        state = SavedState(folder / "state" / (CRITIC if scores else ""), weights_alone=True)
+        model_config = json.loads(read_part(root, prepared.part(_folder(prepared, kind) + _CONFIG)))
+        (folder / _CONFIG).write_text(json.dumps(model_config | decoder_of(model_config)), encoding="utf-8")
+        policy = kind == "policy"
+        materialize(root, trained, folder / "state", STATE, needed_for_weights if policy else needed_for_values)
+        state = SavedState(folder / "state" / ("" if policy else CRITIC), weights_alone=True)
         if state.facts.lora is not None:  # what adapters are added to is no part of the state
             materialize(root, prepared, folder, MODEL, is_weights)
         prepare("cpu")
         from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first
 
-        yield StoredWeights(folder, state, int(model_config["vocab_size"]), scores), state, model_config
+        yield StoredWeights(folder, state, int(model_config["vocab_size"]), kind), state, model_config
 
 
 def _streamed(
@@ -264,22 +274,27 @@ def _compare(chosen: Chosen, found: str) -> None:
         raise DigestMismatch(f"{fact}, but {served} were served: {repair}")
 
 
-def _write_texts(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, model_config: dict) -> None:
+def _write_texts(
+    root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, model_config: dict, kind: "Exporting"
+) -> None:
     """Write everything but weights and config.json: the tokenizer's files as the run got them, and the card."""
     prepared = chosen.manifest(Stage.PREPARE, 0)
-    others = {name: part for name, part in prepared.below(MODEL).items() if name != _CONFIG and not is_weights(name)}
+    there = prepared.below(_folder(prepared, kind))
+    others = {name: part for name, part in there.items() if name != _CONFIG and not is_weights(name)}
     texts = {name: read_part(root, part) for name, part in others.items()}
     texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
     for name, text in texts.items():
         target.write(name, text)
-    _write_card(root, chosen, target, precision)
+    _write_card(root, chosen, target, precision, kind)
 
 
-def _write_card(root: Root, chosen: Chosen, target: ExportFolder, precision: Precision) -> None:
+def _write_card(
+    root: Root, chosen: Chosen, target: ExportFolder, precision: Precision, kind: "Exporting" = "policy"
+) -> None:
     config, prepared = stored_config(root, chosen.run), chosen.manifest(Stage.PREPARE, 0)
     lineage = of_weights(root, WORKFLOW, chosen.run, chosen.iteration)
     evaluated = chosen.find(Stage.EVALUATE, chosen.iteration)
-    target.write(_CARD, model_card(config, lineage, prepared, evaluated, precision).encode())
+    target.write(_CARD, model_card(config, lineage, prepared, evaluated, precision, kind).encode())
 
 
 def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:
@@ -299,20 +314,26 @@ def _json(value: object) -> bytes:
 
 
 def model_card(
-    config: RunConfig, lineage: WeightsLineage, prepared: Manifest, evaluated: Manifest | None, precision: Precision
+    config: RunConfig,
+    lineage: WeightsLineage,
+    prepared: Manifest,
+    evaluated: Manifest | None,
+    precision: Precision,
+    kind: "Exporting",
 ) -> str:
     """Card as Markdown, with the metadata that the hub reads."""
     inputs = sorted(prepared.parts, key=lambda part: (not part.name.startswith(MODEL), part.name))  # the model first
-    known = [f"{key}: {json.dumps(value)}" for key, value in _metadata(config).items()]  # JSON is YAML
-    title = [f"# {lineage.run}, iteration {lineage.version}", "", "Trained by reinforcement learning with Ratchet."]
+    known = [f"{key}: {json.dumps(value)}" for key, value in _metadata(config, kind).items()]  # JSON is YAML
+    name = f"# {lineage.run}, iteration {lineage.version}{', critic' if kind == 'critic' else ''}"
+    title = [name, "", "Trained by reinforcement learning with Ratchet."]
     made_from = _table({part.name: f"xxh3-128 `{part.digest}`, {part.bytes} bytes" for part in inputs})
-    rows = _table(dict(_rows(config, lineage, evaluated, precision)))
+    rows = _table(dict(_rows(config, lineage, evaluated, precision, kind)))
     return "\n".join(["---", *known, "---", *title, "", *rows, "", "## Made from", *made_from, ""])
 
 
-def _metadata(config: RunConfig) -> dict[str, Any]:
+def _metadata(config: RunConfig, kind: "Exporting") -> dict[str, Any]:
     tags = ["ratchet", config.train.policy.method]
-    task = "text-classification" if _trains_scores(config) else "text-generation"
+    task = "text-generation" if kind == "policy" else "text-classification"
     known = {"library_name": "transformers", "pipeline_tag": task, "tags": tags}
     source = config.model.source or ""
     return {**known, **({"base_model": hub_id(source).name} if is_hub_id(source) else {})}
@@ -325,7 +346,7 @@ def _base_model(config: RunConfig) -> str:
 
 
 def _rows(
-    config: RunConfig, lineage: WeightsLineage, evaluated: Manifest | None, precision: Precision
+    config: RunConfig, lineage: WeightsLineage, evaluated: Manifest | None, precision: Precision, kind: "Exporting"
 ) -> Iterator[tuple[str, str]]:
     trained = lineage.steps[-1]
     yield "run", lineage.run
@@ -334,7 +355,7 @@ def _rows(
         yield "trained by run", trained.origin.run
     yield "base model", _base_model(config)
     yield "precision of this folder", precision
-    yield from [] if _trains_scores(config) else [("weights as they were served", f"`{lineage.weights_digest}`")]
+    yield from [("weights as they were served", f"`{lineage.weights_digest}`")] if kind == "policy" else []
     yield "manifest of the train state", f"`{trained.digest}`"
     yield "configuration", f"`{trained.config_digest}`"
     yield "code", ", ".join(sorted({step.code_version for step in lineage.steps}))

@@ -51,25 +51,28 @@ def folder_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> 
     return _checked(folder, folder.config(), device, accept)
 
 
-def classifier_facts(folder: ModelFolder, device: Device, accept: Sequence[str]) -> Facts:
-    """The same of a reward model, as those of the model below its score. Raises InputError besides: it has no score for
-    each position, or several."""
+def classifier_facts(folder: ModelFolder, device: Device, accept: Sequence[str], constant: bool = False) -> Facts:
+    """The same of a reward model, as those of the model below its score, which may have a `constant`. Raises InputError
+    besides: it has no score for each position, or several."""
     facts = folder.config()
     labels = len(facts.get("id2label") or ()) or facts.get("num_labels", 2)  # 2 is the default of transformers
     if labels != 1:
         fact = f"{folder} tells {labels} classes apart (id2label or num_labels in config.json)"
         raise InputError(f"{fact}, and a value is one number: choose a model with one label")
-    return _checked(folder, {**facts, **decoder_of(facts)}, device, accept, scores=True)
+    ends = (_SCORE, _CONSTANT) if constant else (_SCORE,)
+    return _checked(folder, {**facts, **decoder_of(facts)}, device, accept, ends)
 
 
-def _checked(folder: ModelFolder, facts: Facts, device: Device, accept: Sequence[str], scores: bool = False) -> Facts:
+def _checked(
+    folder: ModelFolder, facts: Facts, device: Device, accept: Sequence[str], ends: Sequence[str] = ()
+) -> Facts:
     there = folder.files()
     architectures.check_architecture(facts, device, accept, str(folder))
     if _TOKENIZER in there and folder.document(_TOKENIZER).get("auto_map"):
         fact = f"{folder} brings a tokenizer with code of its own (auto_map in {_TOKENIZER}), which is not run"
         raise InputError(f"{fact}: use a model whose tokenizer transformers has")
     architectures.check_numbers(facts, str(folder))
-    check_weights(folder, facts, scores)
+    check_weights(folder, facts, ends)
     return facts
 
 
@@ -154,29 +157,32 @@ def _without_experts(facts: Facts) -> list[Unused[TrainerConfig]]:
     return [Unused(name, lambda _: reason) for name in names]
 
 
-def check_weights(folder: ModelFolder, facts: Mapping[str, Any], scores: bool = False) -> None:
+def check_weights(folder: ModelFolder, facts: Mapping[str, Any], ends: Sequence[str] = ()) -> None:
     """Raises InputError, naming the file or the tensor: weights are not whole, quantized, or do not fit config.json;
-    of a model that `scores` in place of predicting, its score is not one number."""
+    of a model that scores in place of predicting, its score is not one number, or has other parts than `ends`."""
     sizes, found = folder.files(), dict[str, Shape]()
     for name in folder.weights():
         found |= _tensors(folder, name, sizes[name])
     named = folder.document(INDEX)["weight_map"] if INDEX in sizes else ()
     if missing := sorted(set(named) - set(found)):
         raise InputError(f"{folder}: {INDEX} names {missing[0]}, which none of its files has: copy the model again")
-    if scores:
-        _check_score(facts, found, str(folder))
+    if ends:
+        _check_score(facts, found, str(folder), ends)
     if architecture_of(facts, str(folder)) in LLAMA_LIKE:
-        _compare({**facts, "tie_word_embeddings": True} if scores else facts, found, str(folder))
+        _compare({**facts, "tie_word_embeddings": True} if ends else facts, found, str(folder))
 
 
-def _check_score(facts: Mapping[str, Any], found: Mapping[str, Shape], where: str) -> None:
+def _check_score(facts: Mapping[str, Any], found: Mapping[str, Shape], where: str, ends: Sequence[str]) -> None:
     if (shape := found.get(_SCORE)) != (1, facts["hidden_size"]):
         there = "lack it" if shape is None else f"have it with the shape {list(shape)}"
         fact = f"{where}: a value takes {_SCORE} of the shape [1, {facts['hidden_size']}], and the weights {there}"
         raise InputError(f"{fact}: take a folder that `ratchet export` made of a reward model, or another such one")
-    if _CONSTANT in found:
+    if _CONSTANT in found and _CONSTANT not in ends:
         fact = f"{where}: the weights hold {_CONSTANT}, which vLLM adds and transformers does not"
         raise InputError(f"{fact}: remove it, as it moves all values alike")
+    if (shape := found.get(_CONSTANT, (1,))) != (1,):
+        fact = f"{where}: the constant of a value is one number, and {_CONSTANT} has the shape {list(shape)}"
+        raise InputError(f"{fact}: take a folder that `ratchet export --critic` made")
 
 
 def _tensors(folder: ModelFolder, name: str, size: int) -> dict[str, Shape]:

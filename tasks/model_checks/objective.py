@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from storage.errors import InputError, told
@@ -70,7 +71,8 @@ def check_beside(
         return
     folder = open_model(section, KEYS[kind])
     gives_values = kind == "critic" and is_classifier(folder.config())
-    facts = (classifier_facts if gives_values else folder_facts)(folder, device, section.accept)
+    checked = partial(classifier_facts, constant=True) if gives_values else folder_facts
+    facts = checked(folder, device, section.accept)
     architectures.check_head_size(facts, device, str(folder))
     architectures.check_window(facts, config.train.max_length, str(folder))
     try:

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -120,13 +121,15 @@ def from_folder(folder: Path) -> tuple[str, ...]:
     return (*CRITIC, f'{SOURCE}="{folder}"')
 
 
-def classifier(folder: Path, labels: int = 1, **sizes: int) -> Path:
+def classifier(folder: Path, labels: int = 1, constants: int = 0, **sizes: int) -> Path:
     """Folder of a sequence classifier."""
     made(folder, 7, **sizes)
     facts, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     told = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": dict.fromkeys(map(str, range(labels)), "")}
     (folder / "config.json").write_text(json.dumps({**facts, **told}))
     weights["score.weight"] = weights.pop("lm_head.weight")[:labels]
+    if constants:
+        weights["score.bias"] = np.ones(constants, np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -164,6 +167,10 @@ def refused(root: Root, settings: tuple[str, ...], said: str) -> None:
 def test_a_model_with_which_no_critic_can_begin_is_refused(whole: Root, tmp_path: Path):
     one, none = classifier(tmp_path / "one"), open_root(str(tmp_path / "runs"))
     check_config(small_config(from_folder(one)), none)
+    check_config(small_config(from_folder(classifier(tmp_path / "stored", constants=1))), none)
+    refused(
+        none, from_folder(classifier(tmp_path / "two", constants=2)), r"score.bias has the shape \[2\]: .* --critic"
+    )
     refused(none, from_folder(classifier(tmp_path / "three", 3)), "3 classes apart .* a value is one number: choose")
     refused(none, from_folder(tmp_path / "nothing"), f"{SOURCE} {tmp_path / 'nothing'} does not exist")
     refused(none, from_folder(classifier(tmp_path / "short", max_positions=64)), "context of 64 tokens, but .* critic")

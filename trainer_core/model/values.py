@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.bridge.models.conversion.utils import unwrap_model
 
-_SCORE = "score.weight"
+_SCORE, _CONSTANT = "score.weight", "score.bias"
 
 
 class ValueHead(torch.nn.Linear):
@@ -19,13 +19,12 @@ class ValueHead(torch.nn.Linear):
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()), None
 
     def begin(self, given: Any) -> None:
-        """Take the row of a sequence classifier, whose tensors are `given` by name, or else 0; and no constant."""
+        """Take row and constant of a sequence classifier, whose tensors are `given` by name; for one that is not there
+        0."""
+        there = given.source.get_all_keys()
         with torch.no_grad():
-            self.bias.zero_()
-            if _SCORE in given.source.get_all_keys():
-                self.weight.copy_(given[_SCORE])
-            else:
-                self.weight.zero_()
+            for name, tensor in ((_SCORE, self.weight), (_CONSTANT, self.bias)):
+                tensor.copy_(given[name] if name in there else torch.zeros_like(tensor))
 
 
 def end_with_values(modules: Sequence[Any], hidden_size: int) -> None:
@@ -39,7 +38,7 @@ def end_with_values(modules: Sequence[Any], hidden_size: int) -> None:
 @contextlib.contextmanager
 def heads_aside(modules: Sequence[Any], given: Any) -> Iterator[None]:
     """Block in which megatron-bridge, which knows no critic, does not see the output layer of one; it then takes its
-    row from the tensors that are `given` by name."""
+    end from the tensors that are `given` by name."""
     ends = [module for module in unwrap_model(modules) if isinstance(module._modules.get("output_layer"), ValueHead)]
     heads = [(module, module._modules.pop("output_layer")) for module in ends]
     try:

@@ -75,15 +75,21 @@ def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weigh
     digest = record_config(root, run, config)
     names = sorted(path.name for path in (folder / "model").iterdir())
     state = folder / "state"
+    critic = config.train.critic and config.train.critic.source
+    beside = [("critic/", Path(critic), sorted(path.name for path in Path(critic).iterdir()))] if critic else []
     saved = sorted(str(path.relative_to(state)) for path in state.rglob("*") if path.is_file())
 
     def put(stage: Stage, iteration: int, source: str = "", **fields) -> Manifest:
         writer = PartWriter(root, run, iteration, stage)
-        there = {"model/": names, "state/": saved, "": []}[source]
-        place = folder / (source or ".")
+        places = {
+            "model/": [("model/", folder / "model", names), *beside],
+            "state/": [("state/", state, saved)],
+            "": [],
+        }
         parts = tuple(
-            part.model_copy(update={"name": source + part.name})
-            for part in (writer.write_bytes(name, (place / name).read_bytes()) for name in there)
+            writer.write_bytes(name, (place / name).read_bytes()).model_copy(update={"name": prefix + name})
+            for prefix, place, there in places[source]
+            for name in there
         )
         return commit(root, manifest(stage, iteration, parts, run=run, config_digest=digest, **fields))
 
@@ -96,7 +102,7 @@ def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weigh
     put(Stage.EVALUATE, 0, metrics={"reward_mean": 0.25})
 
 
-def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 << 16):
+def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 << 16, critic=False):
     """Export; returns what was written."""
     from storage.backends.root import open_root
     from tasks.export.choice import choose
@@ -104,7 +110,7 @@ def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 
     from tasks.export.target import ExportFolder
 
     root = open_root(url)
-    return export(root, choose(root, which), ExportFolder.new(to), precision, limit)
+    return export(root, choose(root, which), ExportFolder.new(to), precision, limit, critic)
 
 
 def logits_of(rank, world_size, store, directory, weights=None):

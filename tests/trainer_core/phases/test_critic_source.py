@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,29 @@ def folders(tmp_path_factory):
     run_ranks(1, make_family, str(policy), "qwen3")
     run_ranks(1, make_classifier, str(critic), "llama", SIZES)
     return str(policy), critic, run_ranks(1, values_of_prefixes, str(critic / "classifier"))[0]
+
+
+def begun_with(rank, world_size, store, names):
+    """Row and constant of a head of one column that begins with a classifier that has the tensors of these names."""
+    import torch
+
+    from trainer_core.model.values import ValueHead
+
+    class Given(dict):
+        source = SimpleNamespace(get_all_keys=lambda: names)
+
+    head = ValueHead(1, 1)
+    head.begin(Given({"score.weight": torch.tensor([[2.0]]), "score.bias": torch.tensor([3.0])}))
+    return head.weight.item(), head.bias.item()
+
+
+@pytest.mark.parametrize(
+    ("names", "begun"),
+    [([], (0, 0)), (["score.weight"], (2, 0)), (["score.weight", "score.bias"], (2, 3))],
+    ids=["language", "rewards", "critic"],
+)
+def test_what_a_folder_does_not_have_is_0(names, begun):
+    assert run_ranks(1, begun_with, names) == [begun]
 
 
 def with_source(folder, layout="single"):
