@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,15 @@ def test_a_program_has_its_input_a_folder_and_the_standard_library():
 
 
 @pytest.mark.parametrize(
-    ("program", "stopped"),
-    [("while True: pass", "seconds"), ("while True: print('a' * 1000)", "output_kb"), ("raise SystemExit(3)", None)],
+    ("program", "seconds", "stopped"),
+    [
+        ("while True: pass", 0.5, "seconds"),
+        ("while True: print('a' * 1000)", LIMITS.seconds, "output_kb"),
+        ("raise SystemExit(3)", LIMITS.seconds, None),
+    ],
 )
-def test_the_limit_that_stopped_a_program_is_told(program: str, stopped: str | None):
-    ran = run_python(program, LIMITS)
+def test_the_limit_that_stopped_a_program_is_told(program: str, seconds: float, stopped: str | None):
+    ran = run_python(program, replace(LIMITS, seconds=seconds))
     assert (ran.stopped, ran.code) == (stopped, None if stopped else 3)
 
 
