@@ -55,7 +55,7 @@ class AgentsBench(BaseModel):
     case: CaseName
     """The model."""
     by: Speaker
-    """What asks: an OpenAI client through the endpoint, or an environment whose steps the rollout calls."""
+    """Side that asks: an OpenAI client through the endpoint, or an environment whose steps the rollout calls."""
     sessions: int
     """Conversations, all at a time."""
     turns: int

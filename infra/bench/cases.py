@@ -14,7 +14,7 @@ LayoutName = Literal["shared", "own", "ahead"]
 LAYOUTS: tuple[LayoutName, ...] = ("shared", "own", "ahead")
 """Layouts of the loop's bench."""
 Speaker = Literal["client", "environment"]
-"""What asks in conversations."""
+"""Side that asks in conversations."""
 SideName = Literal["undisturbed", "everything", "apart", "standby"]
 SIDES: tuple[SideName, ...] = ("undisturbed", "everything", "apart", "standby")
 """Runs of the bench of failures."""

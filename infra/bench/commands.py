@@ -107,7 +107,7 @@ def rollout(
 def agents(
     *,
     case: Annotated[CaseName | None, Parameter(help="Model; by default the one for the device.")] = None,
-    by: Annotated[Speaker, Parameter(help="What asks: an OpenAI client, or an environment's steps.")] = "client",
+    by: Annotated[Speaker, Parameter(help="Side that asks: an OpenAI client, or an environment's steps.")] = "client",
     pairs: Annotated[int, Parameter(help="Measurements of each side, in turns.")] = 3,
     sessions: Annotated[int, Parameter(help="Conversations, all at a time.")] = 256,
     turns: Annotated[int, Parameter(help="Answers of each.")] = 4,
