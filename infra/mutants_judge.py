@@ -132,7 +132,7 @@ JUDGE = (
         "reward-model-without-a-score",
         "a folder without a score is taken for a reward model",
         "tasks/model_checks/fitness.py",
-        "    if scores:\n        _check_score(facts, found, str(folder))\n",
+        "    if ends:\n        _check_score(facts, found, str(folder), ends)\n",
         "",
         _VALUES,
     ),
