@@ -73,15 +73,15 @@ class Once(Replayed):
             except FileExistsError:
                 pass
             else:
-                await misbehave(self._how)
+                await misbehave(self._how, self._marks)
         return await super().step(action)
 
 
-async def misbehave(how):
+async def misbehave(how, folder=None):
     if how == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "hang":
-        subprocess.Popen(["sleep", "987654"])
+        subprocess.Popen(["sleep", "987654"], cwd=folder)
         await asyncio.sleep(987654)
     if how == "block":
         signal.pause()
