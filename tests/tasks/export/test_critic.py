@@ -75,8 +75,7 @@ def test_another_critic_begins_with_the_values_of_a_stored_one(tmp_path):
         classifier_facts(open_model(section), "cpu", ())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_also_of_another_family_and_on_another_layout(tmp_path, precision):
     run_ranks(1, make_model, str(tmp_path / "model"), "Qwen3", True)
     run_ranks(1, make_classifier, str(tmp_path), "llama", SOURCE)
