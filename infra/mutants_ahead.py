@@ -134,7 +134,7 @@ AHEAD = (
         "ahead-on-a-card-that-is-too-small",
         "a rank and engines that one card cannot hold begin to start side by side",
         "tasks/workers/room.py",
-        "if len(found) > 1 and sum(found.values()) > card_bytes:",
+        "if len(found) > 1 and sum(one.size for one in found) > card_bytes:",
         "if False:",
         ("tests/tasks/workers/test_room.py",),
     ),

@@ -7,7 +7,7 @@ So a crash costs only what was sampled since the last increment, or the turn tha
 import base64
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal, NamedTuple
@@ -138,13 +138,14 @@ def listed_increments(root: Root, piece: str, turns: bool = False) -> dict[str, 
     return _by_piece(root.keys(layout.increments_of(piece, turns)))
 
 
-def lost_increments(keys: Iterable[str]) -> list[str]:
+def lost_increments(keys: Collection[str]) -> list[str]:
     """Keys that are missing among those of increments, as later ones of their pieces are there."""
+    known = set(keys)
     return [
         key
         for piece, there in _by_piece(keys).items()
-        for number in range(layout.increment_number(there[-1]))
-        if (key := layout.increment_key(piece, number, layout.is_of_turns(there[0]))) not in there
+        for number in range(max(map(layout.increment_number, there)))
+        if (key := layout.increment_key(piece, number, layout.is_of_turns(there[0]))) not in known
     ]
 
 

@@ -1,7 +1,7 @@
 """Memory that trainer ranks and engines hold, without activations, and the room for them on a card."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from storage.errors import InputError
@@ -52,42 +52,48 @@ def check_room(config: RunConfig, held: Parameters, place: Placement, judge: tup
     not sleep; and the engine that judges, whose cards are `judge`. Raises InputError."""
     workers, section = Counter(card for cards in place.engines for card in cards), config.engine
     for card in dict.fromkeys([*place.ranks, *judge]):
-        found = dict[str, int]()
+        found = list[_Taken]()
         if config.rollout.ahead and card in place.ranks:
-            found["a rank"] = rank_bytes(config, held) // config.train.parallel.expert  # at least
+            at_least = rank_bytes(config, held) // config.train.parallel.expert
+            found.append(_Taken(at_least, "a rank"))
         if workers[card] and not section.sleep:
             share = workers[card] / max(workers.values())
-            one = _taken_bytes(section, held.model // section.tensor, round(share * card_bytes))
-            found["engines"] = one if section.kv_cache_mib is None else one * workers[card]
+            one = _engine_on_card(section, held.model // section.tensor, round(share * card_bytes))
+            size = one if section.kv_cache_mib is None else one * workers[card]
+            found.append(_Taken(size, f"engines with engine.{_limit(section)}"))
         if config.engines is not None and card in judge:
-            found["the engine that judges"] = _taken_bytes(config.engines.judge, held.judge, card_bytes)
-        if len(found) > 1 and sum(found.values()) > card_bytes:
-            raise InputError(_too_much(config, card, found, card_bytes))
+            asked = config.engines.judge
+            size = _engine_on_card(asked, held.judge, card_bytes)
+            found.append(_Taken(size, f"the engine that judges with engines.judge.{_limit(asked)}"))
+        if len(found) > 1 and sum(one.size for one in found) > card_bytes:
+            raise InputError(_too_much(config.rollout.ahead * (card in place.ranks), card, found, card_bytes))
 
 
-def _taken_bytes(section: EngineSection | JudgeEngine, parameters: int, card_bytes: int) -> int:
+class _Taken(NamedTuple):
+    """Memory that something takes of a card, in bytes."""
+
+    size: int
+    what: str
+
+
+def _engine_on_card(section: EngineSection | JudgeEngine, parameters: int, card_bytes: int) -> int:
     """Memory of one engine; without a size of its key-value cache that of all engines that divide the card."""
     if section.kv_cache_mib is None:
         return round(section.gpu_memory_utilization * card_bytes)
     return parameters * WEIGHT[section.precision] + (section.kv_cache_mib << 20)
 
 
-def _too_much(config: RunConfig, card: str, found: Mapping[str, int], card_bytes: int) -> str:
-    sections: dict[str, tuple[str, EngineSection | JudgeEngine]] = {"engines": ("engine", config.engine)}
-    if config.engines is not None:
-        sections["the engine that judges"] = ("engines.judge", config.engines.judge)
-    taken = []
-    for what, size in found.items():
-        setting = ""
-        if what in sections:
-            key, section = sections[what]
-            name = "gpu_memory_utilization" if section.kv_cache_mib is None else "kv_cache_mib"
-            setting = f" with {key}.{name} = {dict(section)[name]}"
-        taken.append(f"{size / _GIB:.1f} GiB for {what}{setting}")
-    ahead = config.rollout.ahead if "a rank" in found else 0
+def _limit(section: EngineSection | JudgeEngine) -> str:
+    """The setting that decides the memory of an engine, with its value."""
+    name = "gpu_memory_utilization" if section.kv_cache_mib is None else "kv_cache_mib"
+    return f"{name} = {dict(section)[name]}"
+
+
+def _too_much(ahead: int, card: str, found: Sequence[_Taken], card_bytes: int) -> str:
+    taken = ", ".join(f"{one.size / _GIB:.1f} GiB for {one.what}" for one in found)
     before = f"rollout.ahead = {ahead} lets engines sample while the trainer trains, and " if ahead else ""
     repair = 'give engines cards of their own (engine.cards = "own"), or set rollout.ahead to 0'
     return (
         f"{before}card {card} of {card_bytes / _GIB:.1f} GiB cannot hold at once what it would have: without "
-        f"activations {', '.join(taken)}. Lower a setting, {repair if ahead else 'or make more cards visible'}"
+        f"activations {taken}. Lower a setting, {repair if ahead else 'or make more cards visible'}"
     )
