@@ -78,6 +78,9 @@ SMALL = Size(
 """Shapes that cards have kernels for; on CPU in fp32."""
 LAYOUTS: dict[str, ParallelConfig] = {
     "one card": ParallelConfig(),
+    "tp2 pp2": ParallelConfig(tensor=2, sequence=True, pipeline=2),
+    "tp2 dp2 ep4": ParallelConfig(tensor=2, sequence=True, data=2, expert=4, expert_tensor=1),
+    "dp4 ep4": ParallelConfig(data=4, expert=4),
     "tp2 pp2 dp2": ParallelConfig(tensor=2, sequence=True, pipeline=2, data=2),
     "tp2 ep4": ParallelConfig(tensor=2, sequence=True, data=4, expert=4, expert_tensor=1),
     "pp2 vpp2 cp2 ep2": ParallelConfig(pipeline=2, virtual_pipeline=2, context=2, expert=2),

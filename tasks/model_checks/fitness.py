@@ -110,8 +110,6 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
 
 def _check_live(lora: LoraConfig, facts: Facts, device: Device, where: str) -> None:
     given, repair = 'engine.adapter = "live"', 'set engine.adapter = "merged"'
-    if device == "cuda":
-        raise InputError(f"{given} has been run on CPU only, and this run computes on a card: {repair}")
     if (architecture := architecture_of(facts, where)) not in LLAMA_LIKE:
         fact = f"{given} is proven for {', '.join(sorted(LLAMA_LIKE))}, and {where} is {architecture}"
         raise InputError(f"{fact}: {repair}")

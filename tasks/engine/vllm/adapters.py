@@ -44,6 +44,11 @@ class Slot(NamedTuple):
 class ServesOne(LoRAModelRunnerMixin):
     """A model runner that computes all tokens with the adapter in the slot."""
 
+    @property
+    def served(self) -> int:
+        """Id of that adapter; 0 if there is none, as before the first update."""
+        return cast(Any, self.lora_manager)._adapter_manager.lora_index_to_id[0] or 0
+
     def set_active_loras(
         self,
         input_batch: Any,
@@ -51,12 +56,19 @@ class ServesOne(LoRAModelRunnerMixin):
         num_sampled_tokens: np.ndarray | None = None,
         *_kind: Any,
     ) -> None:
-        """See vLLM, which would ask each request for its adapter."""
-        manager: Any = self.lora_manager._adapter_manager
-        served = manager.lora_index_to_id[0] or 0  # 0: none, as before the first update
+        """See vLLM, whose first runner would ask each request for its adapter."""
         sampled = len(num_scheduled_tokens) if num_sampled_tokens is None else int(num_sampled_tokens.sum())
-        tokens = int(num_scheduled_tokens.sum())
-        manager.set_adapter_mapping(LoRAMapping((served,) * tokens, (served,) * sampled, is_prefill=True))
+        self._set_active_loras((self.served,) * sampled, (self.served,) * int(num_scheduled_tokens.sum()), set())
+
+    def _set_active_loras(
+        self, prompt_lora_mapping: tuple[int, ...], token_lora_mapping: tuple[int, ...], lora_requests: Any, *kind: Any
+    ) -> None:
+        """See vLLM, which would look up adapters on the disk; those of its warm-up are named."""
+        if lora_requests:
+            super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, lora_requests, *kind)
+        else:
+            mapping = LoRAMapping(token_lora_mapping, prompt_lora_mapping, is_prefill=True)
+            cast(Any, self.lora_manager)._adapter_manager.set_adapter_mapping(mapping)
 
 
 def manager_of(model: torch.nn.Module) -> LoRAModelManager | None:

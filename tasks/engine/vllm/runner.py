@@ -4,13 +4,14 @@ and with a sampler that computes nothing but tokens and their log-probabilities.
 Imports vLLM's code for cards. It takes the place of the runner of `Worker` on CUDA.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
@@ -22,11 +23,13 @@ from vllm.v1.worker.gpu.input_batch import (
     get_num_sampled_and_rejected,
     prepare_pos_seq_lens,
 )
+from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker as VllmWorker
 
+from tasks.engine.vllm.adapters import ServesOne
 from tasks.engine.vllm.draw import draw
 from tasks.engine.vllm.routes import Routing
 from tasks.engine.vllm.steps import Arrays, Step
@@ -104,11 +107,29 @@ class ChosenSampler(Sampler):
         )
 
 
-class Runner(Routing, GPUModelRunner):
+class AllServed(LoraState):
+    """Every request has the adapter with the id that `served` returns; 0 is none."""
+
+    def __init__(self, max_num_reqs: int, served: Callable[[], int]) -> None:
+        super().__init__(max_num_reqs)
+        self._served = served
+
+    def make_lora_inputs(
+        self, req_ids: list[str], idx_mapping: np.ndarray, num_scheduled_tokens: np.ndarray
+    ) -> tuple[tuple[int, ...], tuple[int, ...], set[LoRARequest]]:
+        served = (self._served(),)
+        return served * len(idx_mapping), served * int(num_scheduled_tokens.sum()), set()
+
+    def get_activate_loras(self, req_ids: list[str]) -> set[LoRARequest]:
+        return {LoRARequest("served", number)} if (number := self._served()) else set()
+
+
+class Runner(Routing, ServesOne, GPUModelRunner):
     """Uses the arrays of the step before again, and counts computed tokens itself."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
+        self.lora_state = AllServed(self.max_num_reqs, lambda: self.served)
         self._before: tuple[int, BatchExecutionDescriptor, InputBatch] | None = None
 
     def load_model(self, load_dummy_weights: bool = False, *arguments: Any, **options: Any) -> None:
