@@ -121,7 +121,7 @@ class AllServed(LoraState):
         return served * len(idx_mapping), served * int(num_scheduled_tokens.sum()), set()
 
     def get_activate_loras(self, req_ids: list[str]) -> set[LoRARequest]:
-        return {LoRARequest("served", number)} if (number := self._served()) else set()
+        return {LoRARequest("served", number, "in the slot")} if (number := self._served()) else set()
 
 
 class Runner(Routing, ServesOne, GPUModelRunner):
