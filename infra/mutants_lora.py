@@ -137,6 +137,14 @@ LORA = (
         ("tests/tasks/stages/test_transaction.py",),
     ),
     Mutant(
+        "no-adapter-on-cards",
+        "requests on a card name no adapter, and none is added",
+        "tasks/engine/vllm/runner.py",
+        "served = (self._served(),)",
+        "served = (0,)",
+        _LIVE,
+    ),
+    Mutant(
         "stored-adapter-as-sums",
         "an engine that comes back gets the sums of a stored state, not the adapter that the run has served",
         "tasks/stages/transaction.py",

@@ -36,7 +36,7 @@ from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
-from trainer_core.config import Frozen, ParallelConfig, Precision, TrainerConfig
+from trainer_core.config import Frozen, ParallelConfig, Precision
 
 PartName = Literal["layouts-qwen3-moe", "layouts-deepseek-v3", "colocated", "ahead", "killed-rank"]
 LIMIT_S = 540.0
@@ -160,17 +160,17 @@ def layouts(order: Order, part: PartName, spec: ExpertModel | LatentModel) -> bo
     with tempfile.TemporaryDirectory(prefix="ratchet-cards-") as folder:
         write_random(Path(folder), spec)
         config = completed(tables(size, folder, case.length), [], None, part)
-        with Fleet("cards", config, Cluster(Settings.from_environment())) as fleet:
-            for name, layout in chosen(order, part):
-                if order.report.of(part, name):
-                    continue
-                try:
-                    found = updated(fleet, folder, config.train.model_copy(update={"parallel": layout}), samples)
-                except RatchetError as error:  # the others are still to be measured
-                    order.report.line(part=part, case=name, failed=told(error))
-                    failed += 1
-                else:
-                    order.report.figures(part, name, found | apart(found, order.report.of(part, "one card")))
+        for name, layout in chosen(order, part):
+            if order.report.of(part, name):
+                continue
+            train = config.train.model_copy(update={"parallel": layout})
+            try:
+                found = updated(config.model_copy(update={"train": train}), folder, samples)
+            except RatchetError as error:  # the others are still to be measured
+                order.report.line(part=part, case=name, failed=told(error))
+                failed += 1
+            else:
+                order.report.figures(part, name, found | apart(found, order.report.of(part, "one card")))
     return not failed
 
 
@@ -184,11 +184,12 @@ def chosen(order: Order, part: str) -> Iterator[tuple[str, ParallelConfig]]:
             order.report.line(part=part, case=name, left_out=reason)
 
 
-def updated(fleet: Fleet, folder: str, config: TrainerConfig, samples: Any) -> dict[str, float]:
+def updated(config: RunConfig, folder: str, samples: Any) -> dict[str, float]:
     """One update of new ranks."""
-    group = fleet.trainers(Path(folder), config)
-    group.import_model()
-    found = group.train_policy(samples, 1.0)
+    with Fleet("cards", config, Cluster(Settings.from_environment())) as fleet:
+        group = fleet.trainers(Path(folder), config.train)
+        group.import_model()
+        found = group.train_policy(samples, 1.0)
     return {name: found[name] for name in ("loss", "grad_norm", "entropy")}
 
 

@@ -198,7 +198,7 @@ def default_tables(name: CaseName) -> dict[str, Any]:
             "groups_per_part": max(1, _PROMPTS[name] // 8),
             "stop_tokens": list(range(most - most * _MEAN_SHARE // case.response, most)),
         },
-        "reward": {"function": "infra.bench.brevity:brevity"},
+        "reward": {"function": "infra.bench.brevity:brevity", "processes": 1 if name == "tiny" else 4},
         "train": {
             "max_length": case.length,
             "precision": case.precision,

@@ -133,8 +133,8 @@ class EngineSection(Section):
     units, with dense models and `precision = "bf16"`. It decides what is sampled: only a fork may change it."""
     adapter: Annotated[Literal["merged", "live"], _SAMPLES] = Field(default="merged", exclude_if=_is_merged)
     """Adapters of `train.lora` in the engines: `merged` sends the sums of weights and adapters at each sync; with
-    `live` engines get the frozen weights once and then the adapters alone, which vLLM's layers add. On CPU, with dense
-    models and ranks up to 512. It decides the last bits of what is sampled: only a new run may change it."""
+    `live` engines get the frozen weights once and then the adapters alone, which vLLM's layers add. With dense models
+    and ranks up to 512. It decides the last bits of what is sampled: only a new run may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
     """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
     effect on CPU."""

@@ -225,10 +225,6 @@ SETTINGS = {
         ["engine.adapter=live", "train.lora.rank=4", "engine.precision=bf16", "engine.quantization=fp8"],
         ['adapter = "live" adds adapters to whole weights', "leave engine.quantization out"],
     ),
-    "a live adapter on a card": (
-        ["engine.adapter=live", "train.lora.rank=4", "device.kind=cuda"],
-        ['engine.adapter = "live" has been run on CPU only', 'set engine.adapter = "merged"'],
-    ),
     "a live adapter of rank 600": (
         ["engine.adapter=live", "train.lora.rank=600"],
         ["serves adapters of rank 512 at most, and train.lora.rank is 600", 'set engine.adapter = "merged"'],
