@@ -95,6 +95,22 @@ HOSTS = (
         _SURVIVORS,
     ),
     Mutant(
+        "open-cluster-used",
+        "a cluster that asks for no token is used by a process that has one, while anyone can run code there",
+        "tasks/workers/cluster.py",
+        "        refuse_open(address)\n",
+        "        pass\n",
+        ("tests/tasks/workers/test_unlike_hosts.py",),
+    ),
+    Mutant(
+        "libraries-of-hosts-unlike",
+        "ranks on hosts with other versions of torch train one model, unsaid",
+        "tasks/workers/hosts.py",
+        "if ours.get(one) != there.libraries.get(one)):",
+        "if one not in ours):",
+        ("tests/tasks/workers/test_unlike_hosts.py",),
+    ),
+    Mutant(
         "clocks-of-hosts-unlike",
         "a host whose clock is minutes behind is used",
         "tasks/workers/hosts.py",

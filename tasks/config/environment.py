@@ -183,6 +183,12 @@ def ensure_ray_token() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
+def without_ray_token() -> dict[str, str]:
+    """The whole environment for a process that asks a Ray without a token."""
+    named = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    return {**named, "RAY_AUTH_MODE": "disabled"}
+
+
 def chooses_ray_authentication() -> bool:
     """True if the user has said whether a Ray asks for a token."""
     return "RAY_AUTH_MODE" in os.environ

