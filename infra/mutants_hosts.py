@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _PLACES = ("tests/tasks/workers/test_placement.py",)
 _SURVIVORS = ("tests/tasks/workers/test_survivors.py",)
+_STANDBY = ("tests/tasks/workers/test_standby.py",)
 
 HOSTS = (
     Mutant(
@@ -57,9 +58,9 @@ HOSTS = (
     Mutant(
         "survivors-change-places",
         "a rank that has outlived another one does not get its own place again",
-        "tasks/workers/ranks.py",
-        "actors = [by_rank[rank] for rank in range(world_size)]",
-        "actors = list(by_rank.values())",
+        "tasks/workers/actors.py",
+        "return [by_place[place] for place in range(len(names))]",
+        "return list(by_place.values())",
         _SURVIVORS,
     ),
     Mutant(
@@ -73,10 +74,58 @@ HOSTS = (
     Mutant(
         "standby-of-another-host",
         "a process that waits on one host takes the place of a rank on another, whose files are not there",
-        "tasks/workers/ranks.py",
-        "(one for one in left if one[0] == host)",
-        "(one for one in left)",
-        _SURVIVORS,
+        "tasks/workers/standby.py",
+        '    host: str = ""\n',
+        '    host: str = field(default="", compare=False)\n',
+        _STANDBY,
+    ),
+    Mutant(
+        "standby-of-other-cards",
+        "a process that waits with one card in its environment takes the place of an engine on another",
+        "tasks/workers/standby.py",
+        "    environment: tuple[tuple[str, str], ...]\n",
+        "    environment: tuple[tuple[str, str], ...] = field(compare=False)\n",
+        _STANDBY,
+    ),
+    Mutant(
+        "engine-without-standby",
+        "a lost engine gets a new process, although one waits for its place",
+        "tasks/workers/fleet.py",
+        "there = self._standby.take({0: place})",
+        "there = dict[int, Any]()",
+        _STANDBY,
+    ),
+    Mutant(
+        "dead-standby-taken",
+        "a process that has died while it waited takes the place of an engine, whose stage fails once more",
+        "tasks/workers/standby.py",
+        "        self._forget_dead()\n        return {",
+        "        return {",
+        _STANDBY,
+    ),
+    Mutant(
+        "standby-taken-twice",
+        "a process that has taken a place counts as one that waits",
+        "tasks/workers/standby.py",
+        "self._waiting.pop(one)",
+        "self._waiting[one]",
+        _STANDBY,
+    ),
+    Mutant(
+        "standby-engine-unseen",
+        "a check of the engines of a run on a cluster leaves out one whose process had waited",
+        "tasks/workers/remaining.py",
+        "            role = label_of(actors[0])\n",
+        "            continue\n",
+        _STANDBY,
+    ),
+    Mutant(
+        "standby-left",
+        "a process that waits is there when its run has ended",
+        "tasks/workers/fleet.py",
+        "        self._standby.end()\n",
+        "",
+        _STANDBY,
     ),
     Mutant(
         "short-calls-are-stalls",

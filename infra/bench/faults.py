@@ -44,7 +44,6 @@ STEPS: dict[KillName, dict[str, str]] = {
     },
 }
 """Work that ends with each mark; the last one is what a kill is followed by in the end."""
-_STANDBY_OF_RANKS = "a standby process has imported what a trainer rank needs, and takes no engine's place"
 _SIDES: dict[SideName, tuple[str, ...]] = {
     "undisturbed": (),
     "everything": ("run.retries=0",),
@@ -98,8 +97,6 @@ class FaultsBench(BaseModel):
     """`everything`: the command ends with the process, and is started again. `apart`: it is replaced by Ratchet, and
     the others keep their processes, ranks on CPU. `standby`: likewise, by a process that has its imports; on cards,
     where all ranks end with one, by as many as there are ranks."""
-    left_out: dict[SideName, str]
-    """Sides that were not run, with the reason."""
 
 
 class Faults(BaseModel):
@@ -126,7 +123,7 @@ def bench_faults(order: Faults, overrides: Sequence[str], told: Callable[[str], 
     """
     if order.every > order.iterations:
         raise InputError(f"--every {order.every}: none of {order.iterations} iterations would have a failure")
-    sides, left_out = sides_of(order)
+    sides: list[SideName] = [one for one in SIDES if one == "undisturbed" or one in order.measured]
     found = dict[SideName, Side]()
     with tempfile.TemporaryDirectory(prefix="ratchet-faults-") as place:
         for name in sides:
@@ -136,18 +133,8 @@ def bench_faults(order: Faults, overrides: Sequence[str], told: Callable[[str], 
             told(f"{name}: {found[name].model_dump_json()}")
     seconds = found["undisturbed"].seconds / order.iterations
     device = Settings.from_environment().device("auto")
-    return FaultsBench(device=device, iteration_s=seconds, sides=found, left_out=left_out,
+    return FaultsBench(device=device, iteration_s=seconds, sides=found,
                        **order.model_dump(exclude={"case", "seconds", "measured"}))  # fmt: skip
-
-
-def sides_of(order: Faults) -> tuple[list[SideName], dict[SideName, str]]:
-    """Sides to run, and those of the order that are left out, with the reason. Raises InputError: no other is left."""
-    left_out: dict[SideName, str] = {}
-    if order.kill == "engine" and "standby" in order.measured:
-        left_out["standby"] = _STANDBY_OF_RANKS
-        if set(order.measured) <= {"undisturbed", "standby"}:
-            raise InputError(f"--side standby --kill engine: {_STANDBY_OF_RANKS}; give --side apart")
-    return [one for one in SIDES if one == "undisturbed" or (one in order.measured and one not in left_out)], left_out
 
 
 def check_engine(order: Faults, config: RunConfig) -> None:
@@ -211,7 +198,8 @@ def plan_of(order: Faults, config: RunConfig) -> Plan:
 
 def settings_of(name: SideName, order: Faults, device: Device, overrides: Sequence[str]) -> list[str]:
     """Changes to the configuration of a run; `overrides` come last."""
-    replaced, of_engine = order.ranks if device == "cuda" else 1, order.kill == "engine"
+    of_engine = order.kill == "engine"
+    replaced = order.ranks if device == "cuda" and not of_engine else 1
     increment = max(1, CASES[order.case].response // 8)
     return [
         *(f"run.iterations={order.iterations}", f"train.parallel.pipeline={order.ranks}"),

@@ -188,8 +188,8 @@ class WorkersSection(Section):
     result."""
 
     standby: int = Field(default=0, ge=0)
-    """Processes that have imported what a trainer rank needs, and wait for the place of one that dies. Each takes the
-    memory of its imports, about 1 GB. On a Ray cluster they wait beside the first ranks; not with cards there."""
+    """Processes that have done their imports, 1 GB each, and wait for the place of a rank that dies; and as many for
+    engines, on cards each for those of one, in turn. On a Ray cluster they wait beside the first; not with cards."""
     start_deadline_s: float = Field(default=1800.0, gt=0)
     """Seconds for trainer ranks or an engine to come up: imports, the model, CUDA graphs."""
     call_deadline_s: float = Field(default=14400.0, gt=0)

@@ -32,8 +32,9 @@ def start_engine(
     return Engine(spec, meeting_place)
 
 
-def import_engine() -> None:
-    """Import what `start_engine` needs for vLLM."""
-    from tasks.engine.vllm.engine import imported
+def import_engine(own: bool) -> None:
+    """Import what `start_engine` needs. That of the user's `own` engine stays: its file runs once in a process."""
+    if not own:
+        from tasks.engine.vllm.engine import imported
 
-    imported()
+        imported()

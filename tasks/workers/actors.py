@@ -62,6 +62,10 @@ class Host:
             stream.write(f"{LOG_PREFIX_ACTOR_NAME}{label}\n")
             stream.flush()
 
+    def label(self) -> str:
+        """The label that it has now."""
+        return self._label
+
     def call(self, stage: str, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the object, for a stage."""
         self._calls += 1
@@ -229,6 +233,24 @@ def spawn(
     ]
 
 
+def placed(
+    names: Sequence[str],
+    environment: dict[str, str],
+    detached: bool,
+    seats: Sequence[Mapping[str, Any]],
+    there: Mapping[int, Any],
+) -> list[Any]:
+    """An actor for each name, in their order. Those that are `there` already, by the place of their name, take its
+    label at the end of what they do; the others are spawned."""
+    new = [place for place in range(len(names)) if place not in there]
+    chosen = [seats[place] for place in new] if seats else ()
+    spawned = spawn([names[place] for place in new], [environment] * len(new), detached, chosen)
+    by_place = {**there, **dict(zip(new, spawned, strict=True))}
+    for place, actor in there.items():
+        actor.become.remote(short_name(names[place]))
+    return [by_place[place] for place in range(len(names))]
+
+
 def fresh_names(prefix: str, count: int) -> list[str]:
     """Names for a new group below `prefix`: no name is used twice, because a dead actor frees its name late."""
     token = uuid.uuid4().hex[:TOKEN_CHARACTERS]
@@ -254,6 +276,14 @@ def find_groups(prefix: str) -> dict[str, list[Any]]:
             index = int(name.rpartition("/")[2])
             groups.setdefault(group_name(name), {})[index] = ray.get_actor(name, namespace=NAMESPACE)
     return {group: [members[index] for index in sorted(members)] for group, members in groups.items()}
+
+
+def label_of(actor: Any) -> str:
+    """The label of an actor once it has ended what it does; empty if it has died."""
+    try:
+        return ray.get(actor.label.remote())
+    except ray.exceptions.RayError:
+        return ""
 
 
 def living[K](actors: Mapping[K, Any]) -> dict[K, Any]:

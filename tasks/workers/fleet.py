@@ -4,10 +4,10 @@ Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRE
 after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
 """
 
+import itertools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -15,67 +15,36 @@ from typing import Any, Literal
 from storage.digest import value_digest
 from storage.errors import InputError, RatchetError, WorkerLost
 from storage.ownership.scratch import new_folder
-from tasks.config.environment import engine_environment
+from tasks.config.environment import engine_environment, trainer_environment
 from tasks.config.run import EngineSection, RunConfig
 from tasks.engine.own import find_engine
 from tasks.engine.protocol import EngineSpec
-from tasks.engine.start import start_engine
-from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, living, short_name, spawn
+from tasks.engine.start import import_engine, start_engine
+from tasks.workers.actors import find_groups, fresh_names, living, placed
 from tasks.workers.cluster import Cluster
-from tasks.workers.engines import EngineHandle
-from tasks.workers.expected import Expected, inside
+from tasks.workers.engines import EngineHandle, inside
 from tasks.workers.folders import Folders
-from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
-from tasks.workers.meeting import forget
+from tasks.workers.hosts import HostFolders, Seats, reserve, reserve_all, this_node
 from tasks.workers.placement import (
     Placement,
     bundles,
     card_of_judge,
-    cards_by_engine,
     engines_on_a_card,
     placement,
     taken,
     transport,
 )
-from tasks.workers.ranks import RankActors, Standby, rank_labels, start_trainers
+from tasks.workers.ranks import RankActors, rank_labels, start_trainers
+from tasks.workers.remaining import release
+from tasks.workers.standby import Place, Standby
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, Precision, TrainerConfig
+from trainer_core.start import import_trainer
 
 _DTYPES: Mapping[Precision, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 _VLLM = EngineSection()  # names no engine of the user's own
 
 logger = logging.getLogger(__name__)
-
-
-def release(run: str, cluster: Cluster) -> int:
-    """End all processes that a run has left on a cluster, with what Ray keeps for them and their folders, and return
-    their number. Raises InputError, WorkerLost: the cluster does not answer."""
-    cluster.check_alive()
-    cluster.start()
-    groups = find_groups(run)
-    for name, actors in groups.items():
-        WorkerGroup.found(name, [name] * len(actors), actors).end()
-    forget(run)
-    give_up(run)
-    return sum(map(len, groups.values()))
-
-
-def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, EngineHandle]:
-    """The engines that a run has on a cluster now, by name: `engine-0`. None is started or ended, also if it does not
-    answer.
-
-    Raises:
-        InputError, WorkerLost: the cluster does not answer.
-    """
-    cluster.check_alive()
-    cluster.start()
-    found: dict[str, EngineHandle] = {}
-    for name, actors in sorted(find_groups(run).items()):
-        role = short_name(name + "/0")
-        group = ObservedGroup.found(name, [role] * len(actors), actors)
-        if role.startswith("engine-") and group.alive():
-            found[role] = EngineHandle.of(group, config.workers)
-    return found
 
 
 class Fleet:
@@ -94,8 +63,7 @@ class Fleet:
         self._trainers: TrainerGroup | None = None
         self._trained_under: TrainerConfig | None = None
         self._ranks: RankActors | None = None
-        self._standby = Standby()
-        self._expected = Expected()
+        self._standby = Standby(run)
         self._starting = threading.RLock()  # a rollout may run beside a training
         self._seats: dict[str, Seats] = {}  # on a cluster, by role
         self.folders: Folders = Folders() if cluster.local else HostFolders()
@@ -135,8 +103,8 @@ class Fleet:
         try:
             self._cluster.check_alive()
         except WorkerLost:
-            self._engines, self._judge, self._trainers, self._ranks, self._standby = [], None, None, None, Standby()
-            self._expected = Expected()
+            self._engines, self._judge, self._trainers, self._ranks = [], None, None, None
+            self._standby = Standby(self._run)
             raise
 
     def expect(self) -> None:
@@ -145,9 +113,8 @@ class Fleet:
             return
         with self._starting:
             self._connect()
-            deterministic, ranks = bool(self._config.device.deterministic), self._config.train.parallel.world_size
-            self._standby.fill(self._run, ranks, self.device, self._cluster.settings, deterministic)
-            self._expected.begin(self._run, self.device, cards_by_engine(self._config, self._cluster.settings))
+            judge = [] if self._config.engines is None else [self._place_of_engine("judge")]
+            self._standby.fill([*self._places_of_ranks().values(), *self._places_of_engines(), *judge])
 
     def warm(self, model_dir: Path, config: TrainerConfig) -> None:
         """As `Workers.warm`: each process imports for ten seconds or more."""
@@ -165,8 +132,12 @@ class Fleet:
         kept = {place: engine for place, engine in enumerate(self._engines) if engine.alive()}
         if len(kept) < self._config.engine.count:
             self._reserve("engines")
-        places = range(self._config.engine.count)
-        self._engines = [kept[place] if place in kept else self._engine(place, spec) for place in places]
+        own = self._config.engine
+        self._engines = [
+            kept[place] if place in kept else self._engine(f"engine-{place}", spec, own) for place in range(own.count)
+        ]
+        if all(engine.awaited for engine in self._engines):
+            self._stand_by(self._places_of_engines())
         return list(self._engines)
 
     def judge(self, model_dir: Path) -> EngineHandle:
@@ -175,10 +146,9 @@ class Fleet:
             self._connect()
             if self._judge is None or not self._judge.alive():
                 self._reserve("judge")
-                spec, cards = self.judge_spec(model_dir), card_of_judge(self._cluster.settings, self.device)
-                resource = "CPU" if self.device == "cpu" else "GPU"
-                seats = [self._seats["judge"].options(0, {resource: 1.0})] if self._seats else []
-                self._judge = self._serving("judge", spec, cards, seats)
+                self._judge = self._engine("judge", self.judge_spec(model_dir), _VLLM)
+            else:
+                self._stand_by([self._place_of_engine("judge")])
             return self._judge
 
     def trainers(self, model_dir: Path, config: TrainerConfig) -> TrainerGroup:
@@ -189,13 +159,8 @@ class Fleet:
                 self._trainers.end()  # a stage that is done again may train under other settings
             if self._trainers is None or not self._trainers.alive():
                 self._trainers, self._trained_under = self._trainer_group(str(model_dir), config), config
-            elif self._trainers.awaited:  # imports of others would delay theirs
-                section, settings = self._config, self._cluster.settings
-                deterministic, beside = bool(section.device.deterministic), self._seats_of_ranks(beside=True)
-                hosts = zip(self._hosts_of_ranks, beside, strict=True)
-                self._standby.fill(
-                    self._run, section.workers.standby, self.device, settings, deterministic, list(hosts)
-                )
+            elif self._trainers.awaited:
+                self._stand_by(self._places_of_ranks().values())
             return self._trainers
 
     def processes(self) -> dict[str, int]:
@@ -216,7 +181,6 @@ class Fleet:
         if self._trainers is not None:
             self._trainers.end()
         self._standby.end()
-        self._expected.end()
         self._engines, self._judge, self._trainers = [], None, None
 
     def _release(self) -> None:
@@ -253,26 +217,42 @@ class Fleet:
         self.folders.moved(hosts - {this_node()}, of_ranks)
         transport(self._config.sync.transport, self.placement())
 
-    @property
-    def _hosts_of_ranks(self) -> tuple[str, ...]:
-        """Ray's name of the host of each rank; none of ours has one."""
-        if isinstance(self.folders, HostFolders):
-            return self.folders.of_ranks
-        return ("",) * self._config.train.parallel.world_size
+    def _stand_by(self, places: Iterable[Place]) -> None:
+        """Have processes wait for these places; only once theirs have come up, which imports of others would delay."""
+        self._standby.fill(itertools.islice(itertools.cycle(places), self._config.workers.standby))
 
-    def _seats_of_ranks(self, beside: bool = False) -> list[dict[str, Any]]:
-        """Ray's options of each rank, or of a process `beside` it, which takes nothing."""
-        parallel, (amount, _) = self._config.train.parallel, taken(self._config, self.device)
-        if "trainers" not in self._seats:
-            return [{}] * parallel.world_size
-        options = partial(self._seats["trainers"].options, resources={} if beside else amount)
-        return [options(rank // parallel.tensor) for rank in range(parallel.world_size)]
+    def _places_of_ranks(self) -> dict[int, Place]:
+        """Those of ranks, by rank."""
+        settings, deterministic = self._cluster.settings, bool(self._config.device.deterministic)
+        environment = tuple(trainer_environment(self.device, settings.gpus, settings.local, deterministic).items())
+        parallel = self._config.train.parallel
+        seats = [self._seat("trainers", rank // parallel.tensor) for rank in range(parallel.world_size)]
+        importing = ("rank", import_trainer, (self.device,), environment)
+        return {rank: Place(*importing, *seat) for rank, seat in enumerate(seats)}
 
-    def _seat_of_engine(self, place: int) -> list[dict[str, Any]]:
-        seats = self._seats.get("engines", self._seats.get("trainers"))
+    def _place_of_engine(self, name: str) -> Place:
+        environment = engine_environment(self.device, self._cards_of_engine(name), self._cluster.settings.local)
+        judge = name == "judge"
+        seat = self._seat("judge", 0) if judge else self._seat("engines", _number_of(name))
+        own = self._config.engine.function is not None and not judge
+        return Place("engine", import_engine, (own,), tuple(environment.items()), *seat)
+
+    def _places_of_engines(self) -> list[Place]:
+        return [self._place_of_engine(f"engine-{place}") for place in range(self._config.engine.count)]
+
+    def _cards_of_engine(self, name: str) -> tuple[str, ...]:
+        if name == "judge":
+            return card_of_judge(self._cluster.settings, self.device)
+        return self.placement().engines[_number_of(name)]
+
+    def _seat(self, role: str, number: int) -> tuple[str, dict[str, Any]]:
+        """Ray's name of the host of that bundle of a role, from the first again when there are no more, and Ray's
+        options of a process there. Our own Ray has neither."""
+        seats = self._seats.get(role, self._seats.get("trainers"))
         if seats is None:
-            return []
-        return [seats.options(place % len(seats.nodes), taken(self._config, self.device)[1])]
+            return "", {}
+        bundle = number % len(seats.nodes)
+        return seats.nodes[bundle], seats.options(bundle, taken(self._config, self.device)[role])
 
     def _connect(self) -> None:
         self.check_alive()
@@ -331,29 +311,17 @@ class Fleet:
         settings = self._cluster.settings
         return len(settings.gpus) if settings.local else self._config.train.parallel.world_size
 
-    def _engine(self, place: int, spec: EngineSpec) -> EngineHandle:
-        return self._serving(
-            f"engine-{place}", spec, self.placement().engines[place], self._seat_of_engine(place), self._config.engine
-        )
-
-    def _serving(
-        self,
-        name: str,
-        spec: EngineSpec,
-        cards: tuple[str, ...],
-        seats: list[dict[str, Any]],
-        own: EngineSection = _VLLM,
-    ) -> EngineHandle:
+    def _engine(self, name: str, spec: EngineSpec, own: EngineSection) -> EngineHandle:
         """An engine under a name of the run: one that an earlier flow process has left, or a new one; of the user's
         class, if `own` names it."""
-        labels, role = [name.replace("-", " ")], f"{self._run}/{name}"
+        cards, labels, role = self._cards_of_engine(name), [name.replace("-", " ")], f"{self._run}/{name}"
         prefix = f"{role}/{engine_digest(spec, cards, own.source)}"
         group, settings = self._found(role, prefix, labels), self._cluster.settings
         if group is None:
-            environment = engine_environment(spec.device, cards, settings.local)
-            names = fresh_names(prefix, 1)
             meeting_place = new_folder() if spec.tensor > 1 and settings.local else None
-            actors = self._expected.take(name) or spawn(names, [environment], not settings.local, seats)
+            names, place, detached = fresh_names(prefix, 1), self._place_of_engine(name), not settings.local
+            there = self._standby.take({0: place})
+            actors = placed(names, dict(place.environment), detached, [place.seat], there)
             group = RankActors(labels, actors, meeting_place)
             folder = None if meeting_place is None else str(meeting_place)
             named = None if own.function is None else find_engine(own.function, own.source)
@@ -369,10 +337,10 @@ class Fleet:
         found = self._found(role, prefix, labels) if self._ranks is None else None  # of ours some may live on
         if found is None:
             deadline_s = self._config.workers.start_deadline_s
-            settings, seats = self._cluster.settings, self._seats_of_ranks()
+            settings, places = self._cluster.settings, self._places_of_ranks()
             there = {} if self._ranks is None else living(self._ranks.survivors())
-            hosts = dict(enumerate(self._hosts_of_ranks))
-            there |= self._standby.take({rank: host for rank, host in hosts.items() if rank not in there})
+            there |= self._standby.take({rank: place for rank, place in places.items() if rank not in there})
+            seats = [place.seat for place in places.values()]
             found = start_trainers(
                 prefix, model_dir, config, self.device, settings, deadline_s, deterministic, seats=seats, there=there
             )
@@ -392,6 +360,10 @@ class Fleet:
             else:
                 group.end()
         return usable
+
+
+def _number_of(name: str) -> int:
+    return int(name.rpartition("-")[2])
 
 
 def engine_digest(spec: EngineSpec, cards: Sequence[str], source: str) -> str:

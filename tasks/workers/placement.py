@@ -90,26 +90,19 @@ def bundles(config: RunConfig, device: Device) -> dict[str, list[dict[str, float
     return found
 
 
-def taken(config: RunConfig, device: Device) -> tuple[dict[str, float], dict[str, float]]:
-    """Resources that a trainer rank takes of its bundle, and that an engine takes: two ranks never share a card."""
-    if device == "cpu" or config.engine.cards == "own":
-        resource = "CPU" if device == "cpu" else "GPU"
-        return {resource: 1.0}, {resource: float(config.engine.tensor)}
-    sharing = math.ceil(config.engine.count / config.train.parallel.world_size)
-    return {"GPU": _OF_A_RANK}, {"GPU": math.floor((1 - _OF_A_RANK) / sharing * 1e4) / 1e4}
+def taken(config: RunConfig, device: Device) -> dict[str, dict[str, float]]:
+    """Resources that a process of each role takes of its bundle: two ranks never share a card."""
+    resource = "CPU" if device == "cpu" else "GPU"
+    rank, engine = 1.0, float(config.engine.tensor)
+    if device == "cuda" and config.engine.cards == "shared":
+        sharing = math.ceil(config.engine.count / config.train.parallel.world_size)
+        rank, engine = _OF_A_RANK, math.floor((1 - _OF_A_RANK) / sharing * 1e4) / 1e4
+    return {"trainers": {resource: rank}, "engines": {resource: engine}, "judge": {resource: 1.0}}
 
 
 def card_of_judge(settings: Settings, device: Device) -> tuple[str, ...]:
     """The card of the engine that judges: the last visible one. Ray chooses it on a cluster."""
     return settings.gpus[-1:] if device == "cuda" and settings.local else ()
-
-
-def cards_by_engine(config: RunConfig, settings: Settings) -> dict[str, tuple[str, ...]]:
-    """The cards of each engine of vLLM by its name, the judge's too. Raises as `placement`."""
-    found = {"judge": card_of_judge(settings, settings.device(config.device.kind))} if config.engines else {}
-    if config.engine.function is None:
-        found |= {f"engine-{place}": cards for place, cards in enumerate(placement(config, settings).engines)}
-    return found
 
 
 def engines_on_a_card(section: EngineSection, cards: int) -> int:

@@ -1,24 +1,22 @@
 """Starting the trainer ranks as Ray actors."""
 
-import itertools
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-import ray
 import ray.util
 
 from storage.errors import InputError
 from storage.ownership.scratch import new_folder
 from tasks.config.environment import Settings, trainer_environment, use_interface_of
 from tasks.workers import meeting
-from tasks.workers.actors import WorkerGroup, fresh_names, group_name, living, short_name, spawn
+from tasks.workers.actors import WorkerGroup, fresh_names, group_name, placed
 from trainer_core.config import Device, RankSpec, TrainerConfig
 from trainer_core.protocol import TrainerProtocol
-from trainer_core.start import import_trainer, start_trainer
+from trainer_core.start import start_trainer
 
 Start = Callable[[str, TrainerConfig, RankSpec], TrainerProtocol]
 
@@ -48,53 +46,6 @@ class RankActors(WorkerGroup):
             meeting.forget(self._name)
 
 
-class Standby:
-    """Processes that have imported what a trainer rank needs, and wait for the place of one that dies on their host."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[str, int], Any] = {}  # by host and number
-
-    def fill(
-        self,
-        run: str,
-        count: int,
-        device: Device,
-        settings: Settings,
-        deterministic: bool,
-        beside: Sequence[tuple[str, Mapping[str, Any]]] = (("", MappingProxyType({})),),
-    ) -> None:
-        """Start those that are missing, without waiting. `beside` has for each rank the name of its host, and Ray's
-        options of a process there."""
-        self._waiting = living(self._waiting)
-        environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
-        for number, (host, seat) in enumerate(itertools.islice(itertools.cycle(beside), count)):
-            if (host, number) not in self._waiting:
-                (actor,) = spawn(fresh_names(f"{run}/standby", 1), [environment], detached=False, seats=[seat])
-                actor.make.remote(import_trainer, (device,))
-                self._waiting[host, number] = actor
-
-    def take(self, ranks: Mapping[int, str]) -> dict[int, Any]:
-        """Hand over one for each of these ranks, whose host is given, as long as there are some."""
-        self._waiting = living(self._waiting)
-        return {rank: self._waiting.pop(one) for rank, one in on_their_hosts(self._waiting, ranks).items()}
-
-    def end(self) -> None:
-        """End them."""
-        for actor in self._waiting.values():
-            ray.kill(actor)
-        self._waiting = {}
-
-
-def on_their_hosts(waiting: Iterable[tuple[str, int]], ranks: Mapping[int, str]) -> dict[int, tuple[str, int]]:
-    """For each rank one of those that wait on its host, as long as there are some."""
-    left, found = list(waiting), dict[int, tuple[str, int]]()
-    for rank, host in ranks.items():
-        if (one := next((one for one in left if one[0] == host), None)) is not None:
-            left.remove(one)
-            found[rank] = one
-    return found
-
-
 def start_trainers(
     prefix: str,
     model_dir: str,
@@ -120,13 +71,7 @@ def start_trainers(
         )
     environment = trainer_environment(device, settings.gpus, settings.local, deterministic)
     names = fresh_names(prefix, world_size)
-    new = [rank for rank in range(world_size) if rank not in there]
-    spawned = spawn([names[rank] for rank in new], [environment] * len(new), not settings.local,
-                    [seats[rank] for rank in new] if seats else ())  # fmt: skip
-    by_rank = {**there, **dict(zip(new, spawned, strict=True))}
-    actors = [by_rank[rank] for rank in range(world_size)]
-    for rank, actor in there.items():
-        actor.become.remote(short_name(names[rank]))
+    actors = placed(names, environment, not settings.local, seats, there)
     if settings.local:
         group = RankActors(rank_labels(world_size), actors, folder := new_folder())
         store = str(folder / "store")

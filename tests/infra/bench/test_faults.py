@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infra.bench.faults import STEPS, Faults, check_engine, plan_of, recoveries_of, settings_of, sides_of, steps_of
+from infra.bench.faults import STEPS, Faults, check_engine, plan_of, recoveries_of, settings_of, steps_of
 from infra.bench.faults_engine import order_kill, stored_tokens
 from infra.bench.faults_marks import Mark, Plan
 from infra.bench.loop import default_tables
@@ -64,9 +64,12 @@ def test_a_run_without_a_planned_kill_is_no_measurement():
         recoveries_of(marks_of(("token", 9.0)), Plan(kill="engine", at=(2, 4)))
 
 
-@pytest.mark.parametrize(("device", "waiting"), [("cpu", 1), ("cuda", 3)])
-def test_on_cards_a_process_waits_for_each_rank_because_all_of_them_end_with_one(device, waiting):
-    order = Faults(iterations=2, every=2, seconds=0, ranks=3)
+@pytest.mark.parametrize(
+    ("device", "kill", "waiting"),
+    [("cpu", "rank", 1), ("cuda", "rank", 3), ("cpu", "engine", 1), ("cuda", "engine", 1)],
+)
+def test_on_cards_a_process_waits_for_each_rank_because_all_of_them_end_with_one(device, kill, waiting):
+    order = Faults(iterations=2, every=2, seconds=0, kill=kill, ranks=3)
     assert f"workers.standby={waiting}" in settings_of("standby", order, device, ())
     assert not any("standby" in one for one in settings_of("apart", order, device, ()))
 
@@ -77,15 +80,6 @@ def test_an_engine_waits_before_its_steps_and_not_in_the_reward():
     assert plan_of(order, config) == Plan(kill="engine", at=(2, 4), pause_s=0.5)
     assert config.reward.arguments == {"seconds": 0}
     assert plan_of(Faults(iterations=5, every=2, seconds=28), config) == Plan(kill="rank", at=(1, 3))
-
-
-def test_no_standby_process_takes_the_place_of_an_engine():
-    sides, left_out = sides_of(Faults(iterations=2, every=2, seconds=0, kill="engine"))
-    assert sides == ["undisturbed", "everything", "apart"]
-    assert list(left_out) == ["standby"]
-    assert sides_of(Faults(iterations=2, every=2, seconds=0))[1] == {}
-    with pytest.raises(InputError, match=r"--side standby --kill engine: .*; give --side apart"):
-        sides_of(Faults(iterations=2, every=2, seconds=0, kill="engine", measured=("standby",)))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +135,8 @@ def test_runs_with_failures_end_in_the_bits_of_the_undisturbed_one():
 
 @pytest.mark.full
 def test_a_rollout_goes_on_with_the_stored_tokens_of_a_killed_engine():
-    sides = _run("--kill=engine", "--seconds=5", "--side=apart")
-    assert list(sides) == ["undisturbed", "apart"]
-    apart = sides["apart"]
-    assert (apart["kills"], apart["starts"], apart["differences"], apart["sampled_again"]) == (1, 1, 0, 0)
-    assert apart["stored"]
+    sides = _run("--kill=engine", "--seconds=5", "--side=apart", "--side=standby")
+    assert list(sides) == ["undisturbed", "apart", "standby"]
+    for one in (sides["apart"], sides["standby"]):
+        assert (one["kills"], one["starts"], one["differences"], one["sampled_again"]) == (1, 1, 0, 0)
+        assert one["stored"]

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -15,16 +17,19 @@ from storage.backends.root import open_root
 from storage.errors import InputError, StorageUnavailable, WorkerLost
 from storage.manifest import Manifest
 from storage.parts import PartWriter
-from tasks.config.environment import Settings
+from tasks.config.environment import Settings, trainer_environment
 from tasks.workers import meeting
 from tasks.workers.actors import living
 from tasks.workers.cluster import LOOPBACK
 from tasks.workers.hosts import HostFolders, give_up, on_each, reserve, reserve_all, this_node
 from tasks.workers.kept_by_ray import RayStore
-from tasks.workers.ranks import Standby, start_trainers
+from tasks.workers.ranks import start_trainers
+from tasks.workers.standby import Place, Standby
 from tests.ray_nodes import ray_nodes
+from tests.tasks.workers.test_standby import idle
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.protocol import SavedFiles
+from trainer_core.start import import_trainer
 
 pytestmark = pytest.mark.slow
 NOW = datetime.now(UTC)
@@ -33,6 +38,37 @@ CLUSTER = Settings(ray_address="127.0.0.1:6379", gpus=())
 CONFIG = TrainerConfig(
     parallel=ParallelConfig(data=2), optimizer=OptimizerConfig(learning_rate=1e-3), max_length=8, micro_batch_size=1
 )
+
+ON_NODES = """
+import sys
+from pathlib import Path
+import psutil, ray
+from tasks.config.environment import Settings
+from tasks.config.run import RunConfig
+from tasks.workers.actors import find_groups
+from tasks.workers.cluster import Cluster
+from tasks.workers.fleet import Fleet
+from tests.tasks.workers.test_standby import kill
+
+def came_up():
+    for engine in fleet.engines(folder):
+        engine.identity()
+        engine.awaited = True
+    return fleet.engines(folder)
+
+def node(process):
+    return psutil.Process(process).ppid()  # Ray's server of it
+
+folder = Path(sys.argv[2])
+with Fleet("run", RunConfig.model_validate_json(sys.argv[1]), Cluster(Settings.from_environment())) as fleet:
+    before = came_up()
+    stays, dies = [engine.processes()[0] for engine in before]
+    waiting = [ray.get(actor.pid.remote()) for (actor,) in find_groups("run/standby-engine").values()]
+    (beside,) = [process for process in waiting if node(process) == node(dies)]
+    assert len(waiting) == 2 and node(stays) != node(dies)
+    kill(dies, before[1].alive)
+    assert [engine.processes()[0] for engine in came_up()] == [stays, beside]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +152,37 @@ def test_a_rank_lives_on_and_one_that_waits_on_the_host_of_another_takes_its_pla
         return Rank()
 
     def ranks(there):
-        given = (wait_s := 120.0, False, start, [seats.options(place, {"CPU": 1.0}) for place in range(2)], there)
+        given = (wait_s := 120.0, False, start, [place.seat for place in places], there)
         group = start_trainers("run/trainers", "", CONFIG, "cpu", CLUSTER, *given)
         return group, group.submit("where").wait(wait_s)
 
-    seats, standby = reserve("run", "trainers", [{"CPU": 2.0}] * 2), Standby()
+    seats, standby = reserve("run", "trainers", [{"CPU": 2.0}] * 2), Standby("run")
+    importing = ("rank", import_trainer, ("cpu",), tuple(trainer_environment("cpu", (), local=False).items()))
+    places = [Place(*importing, node, seats.options(at, {"CPU": 2.0})) for at, node in enumerate(seats.nodes)]
     first, before = ranks({})
     assert [node for node, _ in before] == list(seats.nodes)
-    standby.fill("run", 1, "cpu", CLUSTER, False, [(seats.nodes[1], seats.options(1, {}))])
+    standby.fill([places[1]])
     os.kill(before[1][1], signal.SIGKILL)
     while first.alive():  # Ray learns of it from the operating system
         pass
     there = living(first.survivors())
     assert there.keys() == {0}
-    assert standby.take({0: seats.nodes[0]}) == {}
-    there |= standby.take({1: seats.nodes[1]})
+    assert standby.take({0: places[0]}) == {}
+    there |= standby.take({1: places[1]})
     waited = ray.get(there[1].pid.remote())
     second, after = ranks(there)
     assert after == [before[0], (seats.nodes[1], waited)]
     second.end()
     give_up("run")
+
+
+def test_a_process_waits_on_the_host_of_each_engine_and_takes_its_place(nodes, tmp_path):
+    config = idle(tmp_path, "workers.standby=2", "engine.count=2", "train.parallel.pipeline=1", "device.kind=cpu")
+    command = [sys.executable, "-c", ON_NODES, config.model_dump_json(), str(tmp_path)]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
 
 
 def test_ranks_meet_in_what_ray_keeps_until_their_group_ends(nodes):

@@ -188,7 +188,8 @@ def test_a_tensor_group_and_an_engine_are_on_one_host_each(device, settings, tra
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_a_card_of_a_cluster_has_room_for_its_rank_and_engines_and_not_for_two_ranks(count):
-    rank, engine = (sum(one.values()) for one in taken(small_config([f"engine.count={count}"]), "cuda"))
+    found = taken(small_config([f"engine.count={count}"]), "cuda")
+    rank, engine = found["trainers"]["GPU"], found["engines"]["GPU"]
     assert 2 * rank > 1 >= rank + math.ceil(count / 2) * engine
 
 

@@ -12,7 +12,7 @@ import pytest
 from storage.errors import WorkerLost
 from tasks.config.environment import Settings
 from tasks.workers.actors import fresh_names, spawn
-from tasks.workers.ranks import on_their_hosts, start_trainers
+from tasks.workers.ranks import start_trainers
 from tasks.workers.stalls import current_stage, within
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
@@ -54,12 +54,6 @@ def fails(group, dies):
     with pytest.raises(WorkerLost) as lost:
         group.submit("meet", dies).wait(WAIT_S)
     return str(lost.value)
-
-
-def test_a_rank_gets_a_process_that_waits_on_its_own_host():
-    waiting = [("a", 0), ("b", 1), ("a", 2)]
-    assert on_their_hosts(waiting, {1: "b", 2: "a"}) == {1: ("b", 1), 2: ("a", 0)}
-    assert on_their_hosts(waiting, {0: "b", 1: "b", 2: "c", 3: "a"}) == {0: ("b", 1), 3: ("a", 0)}
 
 
 @pytest.mark.usefixtures("cluster_of_group")
