@@ -64,6 +64,14 @@ STORAGE = (
         _ROOT,
     ),
     Mutant(
+        "folder-flushed-by-each-thread",
+        "threads that write into one new folder flush its name as often as they happen to take turns",
+        "storage/backends/local.py",
+        "                if not made.exists():  # else",
+        "                if True:  # else",
+        _ROOT,
+    ),
+    Mutant(
         "past-not-flushed",
         "a run continues from a manifest whose name a killed process did not flush",
         "storage/ownership/lease.py",

@@ -184,9 +184,11 @@ class LocalFiles(Backend):
             missing.append(folder)
             folder = folder.parent
         for made in reversed(missing):
-            _flushed.discard(made)  # it may have been there before and been removed since
             inside = made != self.folder and made.is_relative_to(self.folder)
-            made.mkdir(mode=0o777 if inside else 0o700, exist_ok=True)
+            with _flushing:
+                if not made.exists():  # else another thread has made it meanwhile, and may have flushed it
+                    _flushed.discard(made)  # it may have been there before and been removed since
+                    made.mkdir(mode=0o777 if inside else 0o700, exist_ok=True)
 
 
 def write_in_chunks(file: IO[bytes], data: memoryview) -> None:

@@ -8,6 +8,7 @@ worker.py reads from its input, one JSON list per line, a folder for the output 
 its own process and writes the exit code. The processes are forked from this one, so a start costs no imports.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -35,7 +36,7 @@ STAGES = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN)
 def work(url: str, first: int | None = None) -> None:
     root, before = open_root(url), None
     records.publish(root, layout.run_config_key("run"), DOCUMENT)
-    with hold(root, "run", "worker", 60.0) as lease:
+    with hold(root, "run", "worker", 3600.0) as lease:
         if first is not None:
             catch_up(root, WORKFLOW, "run", RETENTION, fence=lease)
         for iteration in range(first or 1, (first or 1) + ITERATIONS):
@@ -47,12 +48,12 @@ def work(url: str, first: int | None = None) -> None:
                         collect(root, WORKFLOW, "run", RETENTION, apply=True, fence=lease)
                     found = commit(root, made, lease)
                 before = found
-    sys.stdout.write(f"calls {Killer.calls}\n")
+    sys.stdout.write(f"calls {next(Killer.calls)}\n")
 
 
 def make_fork(url: str) -> None:
     fork(open_root(url), WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
-    sys.stdout.write(f"calls {Killer.calls}\n")
+    sys.stdout.write(f"calls {next(Killer.calls)}\n")
 
 
 def do(root, iteration: int, stage: Stage, before: Manifest | None) -> Manifest:
@@ -83,16 +84,15 @@ def piece(writer: PartWriter, name: str):
 class Killer:
     """Counts the calls that make things durable or visible, and kills the process before one of them."""
 
-    calls = 0
+    calls = itertools.count()  # also of threads: none is lost, and no number comes twice
 
     def __init__(self, point: int) -> None:
         self.point = point
 
     def before(self, call):
         def counted(*arguments, **options):
-            if Killer.calls == self.point:
+            if next(Killer.calls) == self.point:
                 os.kill(os.getpid(), signal.SIGKILL)
-            Killer.calls += 1
             return call(*arguments, **options)
 
         return counted

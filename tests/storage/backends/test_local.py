@@ -128,6 +128,22 @@ def test_what_a_process_has_flushed_once_it_does_not_flush_again(tmp_path, calls
     assert [call for call, _ in calls] == ["fsync", "link two", "fsync"], "the file, and the folder for its name"
 
 
+def test_a_folder_that_another_has_made_and_flushed_meanwhile_is_not_flushed_again(tmp_path, calls, monkeypatch):
+    """Else the flushes of threads that write into one new folder depend on how they take turns."""
+    root, exists, others = open_root(str(tmp_path)), Path.exists, ["run/parts/one"]
+
+    def exists_until_now(path):
+        there = exists(path)
+        if not there and others:
+            root.put_if_absent(others.pop(), b"content")
+            calls.clear()
+        return there
+
+    monkeypatch.setattr(Path, "exists", exists_until_now)
+    root.put_if_absent("run/parts/two", b"content")
+    assert [call for call, _ in calls] == ["fsync", "link two", "fsync"], "the file, and the folder for its name"
+
+
 def test_a_listing_that_fails_is_no_empty_listing(tmp_path):
     (tmp_path / "file").touch()
     assert [entry.name for entry in local.files(tmp_path)] == ["file"]
