@@ -100,6 +100,14 @@ CRITIC = (
         _LOOP,
     ),
     Mutant(
+        "state-exported-without-its-critic",
+        "the command that a refused state gives exports the policy in place of the critic",
+        "tasks/data/models.py",
+        '["--critic"] if key == KEYS["critic"] else []',
+        "[]",
+        ("tests/tasks/data/test_models.py",),
+    ),
+    Mutant(
         "critic-of-several-labels",
         "a classifier may tell several classes apart",
         "tasks/model_checks/fitness.py",

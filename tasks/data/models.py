@@ -1,6 +1,8 @@
 """The model of a run: a folder on any fsspec filesystem, the hub's cache, or generated."""
 
 import math
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,14 @@ from storage.ownership.scratch import scratch
 from tasks.config.credentials import referenced
 from tasks.config.environment import resolve, without_secrets
 from tasks.config.model import ModelSection
+from tasks.config.others import KEYS
 from tasks.data.generated import generate_model, model_config, shapes
 from tasks.data.hub import INDEX, TEXT_FILES, cached, fetch, hub_id, is_hub_id
 from tasks.data.values import json_object
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MODEL_KEY = "model.source"
+_STATE = re.compile(r"(.+//)?[\w][\w.-]*@(\d+|best[\w.]*)")  # as `ratchet export` names it, or with its root
 _FAILURES = (OSError, ImportError, ValueError)
 
 
@@ -119,9 +123,12 @@ def find_model(section: ModelSection, key: str = MODEL_KEY) -> ModelFolder:
         return _local(section, folder, key)
     try:
         fs, path = fsspec.core.url_to_fs(source)
+        is_state = _STATE.fullmatch(source) is not None and not fs.exists(path)
     except _FAILURES as error:
         fact = f"{key} {section.source} cannot be read ({without_secrets(str(error))})"
         raise InputError(f"{fact}: give a Hugging Face directory") from None
+    if is_state:
+        raise InputError(_stored(source, key))
     return ModelFolder(str(section.source), fs, path, key)
 
 
@@ -169,6 +176,14 @@ def _names_a_hub_model(source: str) -> bool:
 
 def _local(section: ModelSection, folder: Path, key: str) -> ModelFolder:
     return ModelFolder(str(section.source), *fsspec.core.url_to_fs(str(folder)), key)
+
+
+def _stored(source: str, key: str) -> str:
+    """Refusal of a train state, whose form engines and transformers do not read, with the command that converts it."""
+    root, _, which = source.rpartition("//")
+    words = [which, *(["--critic"] if key == KEYS["critic"] else []), "--to", "FOLDER"]
+    command = shlex.join(["ratchet", "export", *words, *([f"--root={root}"] if root else [])])
+    return f"{key} {source} names a stored state, which is no folder: write it to one with `{command}`, and name that"
 
 
 def _absent(section: ModelSection, source: str, key: str) -> str:

@@ -6,6 +6,7 @@ from huggingface_hub import constants
 
 from storage.errors import InputError
 from tasks.config.model import ModelSection
+from tasks.config.others import KEYS
 from tasks.data.hub import HubId, hub_id, is_hub_id
 from tasks.data.models import copy_files, count_parameters, fill_model_directory, find_model
 from tasks.model_checks.fitness import check_weights
@@ -66,6 +67,26 @@ def test_an_existing_folder_comes_before_the_hub(tmp_path, monkeypatch):
     assert taken(tmp_path, "org/name") == TAKEN
     with pytest.raises(InputError, match="there is no folder org/other"):
         find_model(ModelSection(source="org/other"))
+
+
+@pytest.mark.parametrize(
+    ("key", "source", "command"),
+    [
+        ("critic", "my-run@7", "my-run@7 --critic --to FOLDER"),
+        ("judge", "s3://b/runs//rm@best", "rm@best --to FOLDER --root=s3://b/runs"),
+        ("teacher", "runs//my-run@7", "my-run@7 --to FOLDER --root=runs"),
+    ],
+)
+def test_a_stored_state_is_refused_with_the_command_that_makes_it_a_folder(key, source, command, monkeypatch):
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "exists", lambda *_: False)
+    with pytest.raises(InputError, match=f"^{KEYS[key]} {source} names a stored state, .* `ratchet export {command}`"):
+        find_model(ModelSection(source=source), KEYS[key])
+
+
+def test_a_folder_that_is_called_as_a_state_is_a_folder(tmp_path, monkeypatch):
+    models.make(tmp_path / "my-run@7")
+    monkeypatch.chdir(tmp_path)
+    assert taken(tmp_path, "my-run@7") == TAKEN
 
 
 @pytest.mark.parametrize(

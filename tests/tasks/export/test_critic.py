@@ -1,6 +1,7 @@
 """A stored critic as a folder that another run's critic begins with: its values, bit for bit."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,13 @@ import pytest
 from storage.backends.root import open_root
 from storage.errors import InputError
 from tasks.config.model import ModelSection
-from tasks.data.models import open_model
+from tasks.config.others import KEYS
+from tasks.data.models import find_model, open_model
 from tasks.export.choice import choose
 from tasks.export.export import export
 from tasks.export.target import ExportFolder
 from tasks.model_checks.fitness import classifier_facts
-from tests.tasks.export.exported import export_run, make_model, store_run
+from tests.tasks.export.exported import make_model, store_run
 from tests.trainer_core.models import random_samples
 from tests.trainer_core.phases.test_critic_source import make_classifier
 from tests.trainer_core.ranks import run_ranks, run_trainers
@@ -57,8 +59,19 @@ def exported(folder: Path, config: TrainerConfig):
     url = f"file://{folder}/runs"
     source = config.critic.source
     store_run(url, folder, [], policy=GAE, critic={**CRITIC, **({} if source is None else {"source": source})})
-    (made,) = run_ranks(1, export_run, url, "run", str(folder / "out"), config.precision, 1 << 30, True)
-    return values, made.folder
+    with pytest.raises(InputError, match="names a stored state, which is no folder") as refused:
+        find_model(ModelSection(source=f"{url}//run@1"), KEYS["critic"])
+    assert run_ranks(1, carried_out, str(refused.value), str(folder / "out")) == [0]
+    return values, str(folder / "out")
+
+
+def carried_out(rank, world_size, store, refusal, to):
+    """Exit code of the command that a refusal gives."""
+    from flows.cli.app import execute
+
+    program, *words = shlex.split(refusal.split("`")[1].replace("FOLDER", to))
+    assert program == "ratchet"
+    return execute(words)
 
 
 @pytest.mark.slow
