@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -148,11 +148,9 @@ class Run:
         """Evaluate the weights of iteration `at`, a number or `best`; see `evaluate`."""
         return evaluate(self._at(at), root=self.root, **settings)
 
-    def export(
-        self, to: Place, at: int | str | None = None, *, precision: Literal["bf16", "fp32"] | None = None
-    ) -> "Exported":
+    def export(self, to: Place, at: int | str | None = None, **settings: Any) -> "Exported":
         """Write the weights of iteration `at`, a number or `best`, as a Hugging Face folder; see `export`."""
-        return export(self._at(at), to, root=self.root, precision=precision)
+        return export(self._at(at), to, root=self.root, **settings)
 
     def verify(self) -> "Verification":
         """Hash everything that the run has stored again, as `ratchet verify` does."""
@@ -222,33 +220,35 @@ def evaluate(which: str, *, root: Place = DEFAULT_ROOT, **settings: Any) -> "Eva
     are no such weights, or a setting cannot be used.
     """
     from flows.views.output import Output
-    from tasks.config.evaluation import evaluation_settings
+    from tasks.config.evaluation import EvaluationSettings
+    from tasks.config.section import settings_of
 
-    asked = evaluation_settings(settings)
+    asked = settings_of(EvaluationSettings, settings, "an evaluation")
     with _with_extra():
         from flows.evaluating import evaluate_weights
 
         return evaluate_weights(_opened(root).url, which, asked, Output().say)
 
 
-def export(
-    which: str, to: Place, *, root: Place = DEFAULT_ROOT, precision: Literal["bf16", "fp32"] | None = None
-) -> "Exported":
+def export(which: str, to: Place, *, root: Place = DEFAULT_ROOT, **settings: Any) -> "Exported":
     """Write a trained model as a Hugging Face folder, as `ratchet export` does.
 
     `which` is RUN for its last iteration, RUN@ITERATION, or RUN@best; `to` is the new folder, a local path or an fsspec
-    URL. The weights keep the precision of the trained state by default. Raises InputError if there is no such state, or
-    the folder exists.
+    URL. `settings` are fields of `tasks.export.settings.ExportSettings`: `precision`, by default that of the trained
+    state, `adapter` or `critic`. Raises InputError if there is no such state, the folder exists, or a setting cannot be
+    used.
     """
+    from tasks.config.section import settings_of
     from tasks.export.choice import choose
+    from tasks.export.settings import ExportSettings
     from tasks.export.target import ExportFolder
 
-    store = _opened(root)
+    asked, store = settings_of(ExportSettings, settings, "an export"), _opened(root)
     chosen, target = choose(store, which), ExportFolder.new(os.fspath(to))
     with _with_extra():
-        from tasks.export.export import export as write
+        from tasks.export.export import export_as
 
-        return write(store, chosen, target, precision)
+        return export_as(store, chosen, target, asked)
 
 
 def main() -> None:

@@ -144,6 +144,11 @@ def test_within_a_running_event_loop_nothing_runs_in_it(run):
         (lambda run: run.train({"runs": {}}), "given to Run.train cannot be used:(.|\n)*runs: unknown key"),
         (lambda run: ratchet.Run("a", "s3://me:secret@host/runs").samples(), "has credentials in its URL"),
         (lambda run: run.export("anywhere", at=9), "iteration 9 of run 'small' is not there"),
+        (
+            lambda run: run.export("anywhere", critics=True),
+            "an export has the settings precision, adapter, critic; wrong",
+        ),
+        (lambda run: run.export("anywhere", adapter=True, critic=True), "adapter and critic name two models"),
         (lambda run: run.evaluate(sample=3), "an evaluation has the settings table, prompts"),
         (lambda run: ratchet.retrain("new", root=run.root), "say with which state it begins"),
     ],

@@ -8,12 +8,12 @@ from cyclopts import Parameter
 from flows.cli.options import Common, option_name
 from flows.views.evaluations import evaluation_lines
 from flows.views.output import Output, size, some
-from storage.errors import InputError, StageFailed
+from storage.errors import StageFailed
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.export.choice import choose
+from tasks.export.settings import ExportSettings
 from tasks.export.target import ExportFolder
-from trainer_core.config import Precision
 
 if TYPE_CHECKING:
     from tasks.export.export import Exported
@@ -27,6 +27,7 @@ Which = Annotated[
     ),
 ]
 _SHOWN = 8  # names of a long list
+_AS_TRAINED = ExportSettings()
 
 
 def evaluate_command(
@@ -56,37 +57,22 @@ def export_command(
     /,
     *,
     to: Annotated[str, Parameter(help="The new folder: a local path, or any fsspec URL.")],
-    precision: Annotated[
-        Precision | None, Parameter(help="Type of the weights; by default that of the trained state.")
-    ] = None,
-    adapter: Annotated[
-        bool, Parameter(help="Write the adapters of LoRA alone, as peft loads them.", negative=())
-    ] = False,
-    critic: Annotated[
-        bool, Parameter(help="Write the critic, as train.critic.source of another run takes it.", negative=())
-    ] = False,
+    settings: Annotated[ExportSettings, Parameter(name="*", negative=())] = _AS_TRAINED,
     common: Common = Common(),
 ) -> int:
     """Write a trained model as a Hugging Face folder that transformers and vLLM load; needs storage alone, no GPU.
 
     The weights are compared with the digest of those that were served, and the files with what was written.
     """
-    if adapter and critic:
-        raise InputError("--adapter and --critic name two models: give one of them")
-    if adapter and precision is not None:
-        raise InputError("--adapter writes factors as they are trained: leave --precision out")
     store = common.store
     chosen, target = choose(store, which), ExportFolder.new(to)
     prepare_process()
     with Output(json=common.json) as output:
         why = f", {chosen.why}" if chosen.why else ""
         output.say(f"exporting iteration {chosen.iteration} of run {chosen.run}{why}")
-        from tasks.export.export import export, export_adapter  # import torch, and Megatron later
+        from tasks.export.export import export_as  # imports torch, and Megatron later
 
-        if adapter:
-            made = export_adapter(store, chosen, target)
-        else:
-            made = export(store, chosen, target, precision, critic=critic)
+        made = export_as(store, chosen, target, settings)
         output.result(made, list(_exported(made)))
     return 0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Annotated, Any, Self
 from uuid import UUID
 
@@ -24,7 +24,7 @@ from prefect.exceptions import PrefectException
 from prefect.runtime import deployment, flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Failed
-from pydantic import Field
+from pydantic import BaseModel, Field
 from rich.console import Console
 
 from flows.views.artifacts import artifact_key
@@ -82,10 +82,11 @@ _NOTES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, 
 
 
 def form[**P, R](
-    name: str, title: str | Callable[[], str], fields: Mapping[str, str] = MappingProxyType({})
+    name: str, title: str | Callable[[], str], settings: type[BaseModel] | None = None
 ) -> Callable[[Callable[P, R]], Flow[P, R]]:
-    """A flow whose form describes each field: by the docstring of the function, or as `_FIELDS` does. `title` names a
-    flow run in the UI; a text may name parameters in braces."""
+    """A flow whose form describes each field: by the docstring of the function, that of the `settings` which it
+    gives, or as `_FIELDS` does. `title` names a flow run in the UI; a text may name parameters in braces."""
+    fields = {} if settings is None else {name: str(one.description) for name, one in settings.model_fields.items()}
 
     def made(work: Callable[P, R]) -> Flow[P, R]:
         text = inspect.getdoc(work) or ""

@@ -33,10 +33,11 @@ from storage.upkeep.redoing import unfinished
 from storage.upkeep.verify import Verification, verify
 from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
-from tasks.config.section import COLDEST
+from tasks.config.section import COLDEST, settings_of
 from tasks.config.stored import begun_by
 from tasks.export.choice import BEST
 from tasks.export.choice import choose as choose_weights
+from tasks.export.settings import ExportSettings
 from tasks.export.target import ExportFolder
 from tasks.forking import make_fork
 from tasks.importing.rows import ImportOrder, mapped
@@ -55,7 +56,7 @@ def _evaluated() -> str:
     return f"{given['run']}@{given.get('iteration', LAST)} evaluated"
 
 
-@form("evaluate", _evaluated, {name: str(field.description) for name, field in EvaluationSettings.model_fields.items()})
+@form("evaluate", _evaluated, EvaluationSettings)
 def evaluate(
     run: str,
     root: str,
@@ -129,33 +130,41 @@ def begin_choice(run: str, root: str, revision: int, reason: str) -> State[Any]:
     return Completed(message=f"run {run}: revision {revision} {chosen}")
 
 
-@form("export", "{run} export")
+@form("export", "{run} export", ExportSettings)
 def export_weights(
     run: str,
     root: str,
     to: str,
     iteration: Which = LAST,
     precision: Literal["as trained", "bf16", "fp32"] = "as trained",
+    adapter: bool = False,
+    critic: bool = False,
 ) -> State[Any]:
     """Write a trained model as a Hugging Face folder that transformers and vLLM load.
 
     Args:
         to: The new folder: an absolute path, or any fsspec URL.
         iteration: Weights: last, best, or the number of an iteration, whose state must be kept.
-        precision: Type of the weights.
     """
 
-    def work() -> State[Any]:
-        from tasks.export.export import export  # imports torch, and Megatron later
+    will, given = f"export iteration {iteration} of run {run} to {to}", (precision, adapter, critic)
+    asked = Asked(run, root, will, "writes the folder again", places={"to": to})
+    return attempt(asked, lambda: begin_export(run, root, to, iteration, *given))
 
-        store = open_root(root)
-        chosen, target = choose_weights(store, place_of(run, iteration)), ExportFolder.new(to)
-        fix(iteration=f"{chosen.iteration}")
-        made = export(store, chosen, target, None if precision == "as trained" else precision)
-        return Completed(message=f"iteration {made.iteration} of run {run} is in {made.folder}, {made.precision}")
 
-    will = f"export iteration {iteration} of run {run} to {to}"
-    return attempt(Asked(run, root, will, "writes the folder again", places={"to": to}), work)
+def begin_export(
+    run: str, root: str, to: str, iteration: str, precision: str, adapter: bool, critic: bool
+) -> State[Any]:
+    """Export. Raises InputError: there are no such weights, the folder exists, or the settings exclude each other."""
+    from tasks.export.export import export_as  # imports torch, and Megatron later
+
+    kind = None if precision == "as trained" else precision
+    settings = settings_of(ExportSettings, {"precision": kind, "adapter": adapter, "critic": critic}, "an export")
+    store = open_root(root)
+    chosen, target = choose_weights(store, place_of(run, iteration)), ExportFolder.new(to)
+    fix(iteration=f"{chosen.iteration}")
+    made = export_as(store, chosen, target, settings)
+    return Completed(message=f"iteration {made.iteration} of run {run} is in {made.folder}, {made.precision}")
 
 
 @form("fork", "{run} fork")
@@ -165,6 +174,7 @@ def fork_run(
     at: Count,
     new: str,
     settings: list[str] = [],  # noqa: B006 - never changed; Prefect shows a default in its form
+    revision: Count | None = None,
 ) -> State[Any]:
     """Make a new run that begins with the past of another, in parts of its own. Deployment `train` continues it.
 
@@ -173,15 +183,22 @@ def fork_run(
         at: The last iteration that the new run takes over.
         new: Id of the new run.
         settings: Settings of the new run that differ, each as section.key=value.
+        revision: The revision of the run to fork; the head if not given.
     """
     will = f"fork run {run} after iteration {at} as run {new}"
     say = get_run_logger().info
     asked = Asked(run, root, will, "completes the fork")
-    return attempt(asked, lambda: begin_fork(run, root, at, new, settings, say))
+    return attempt(asked, lambda: begin_fork(run, root, at, new, settings, say, revision))
 
 
 def begin_fork(
-    run: str, root: str, at: int, new: str, settings: list[str], say: Announce = lambda _: None
+    run: str,
+    root: str,
+    at: int,
+    new: str,
+    settings: list[str],
+    say: Announce = lambda _: None,
+    revision: int | None = None,
 ) -> State[Any]:
     """Fork, unless this flow run has done so. Raises InputError if there is no such iteration, or the new name is
     taken."""
@@ -190,7 +207,7 @@ def begin_fork(
     done = f"run {new} has iterations 0 to {at} of run {run}"
     if store.exists(layout.run_config_key(check_run_name(new))) and identity and begun_by(store, new) == identity:
         return Completed(message=done)
-    make_fork(store, run, at, new, settings, request=identity, announce=say)
+    make_fork(store, run, at, new, settings, revision, identity, say)
     return Completed(message=done)
 
 

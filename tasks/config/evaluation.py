@@ -1,11 +1,9 @@
 """Settings of one evaluation, beside the run whose weights answer."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from storage.errors import InputError
 from tasks.config.section import COLDEST, Section
 
 PREFIX = "evaluation-"  # prefix of the stage names of evaluations; letters that stand for a digest follow
@@ -44,13 +42,3 @@ class EvaluationSettings(Section):
     """Seed of the sampled answers: each has one of its own, from this one and its place."""
     prompts_per_part: int = Field(default=64, ge=1)
     """Prompts whose answers are stored together; a crash costs one such part."""
-
-
-def evaluation_settings(given: Mapping[str, Any]) -> EvaluationSettings:
-    """Settings by name. Raises InputError: a name is unknown, or a value cannot be used."""
-    try:
-        return EvaluationSettings.model_validate(given)
-    except ValidationError as error:
-        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']} (given: {one['input']!r})" for one in error.errors()]
-        known = ", ".join(EvaluationSettings.model_fields)
-        raise InputError(f"an evaluation has the settings {known}; wrong are\n" + "\n".join(flaws)) from None

@@ -1,11 +1,12 @@
 """The base of all tables of the configuration, and numbers that have the right type and cannot work all the same."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
+from storage.errors import InputError
 from tasks.config.credentials import has_credentials, referenced
 from trainer_core.marks import Mark
 
@@ -35,6 +36,16 @@ class Section(BaseModel):
         if isinstance(value, str) and any(one.place == "files" for one in marks):
             public(value)
         return value
+
+
+def settings_of[S: Section](model: type[S], given: Mapping[str, Any], what: str) -> S:
+    """Settings by name, in messages those of `what`. Raises InputError: an unknown name, or a value of no use."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']} (given: {one['input']!r})" for one in error.errors()]
+        known = ", ".join(model.model_fields)
+        raise InputError(f"{what} has the settings {known}; wrong are\n" + "\n".join(flaws)) from None
 
 
 def public(url: str) -> str:

@@ -30,6 +30,7 @@ from tasks.data.classifiers import classifier_config
 from tasks.data.hub import INDEX, hub_id, is_hub_id, is_weights
 from tasks.engine.protocol import BASE, weights_digest
 from tasks.export.choice import Chosen
+from tasks.export.settings import ExportSettings
 from tasks.export.target import ExportFolder
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL, other_parts
@@ -193,6 +194,13 @@ def _adapter_config(lora: LoraConfig, model: str | None) -> dict[str, object]:
     form = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "inference_mode": True}
     scale = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
     return {**form, **scale, "lora_dropout": 0.0, "bias": "none"}
+
+
+def export_as(root: Root, chosen: Chosen, target: ExportFolder, settings: ExportSettings) -> Exported:
+    """Write what the settings ask for; raises as `export` and `export_adapter`."""
+    if settings.adapter:
+        return export_adapter(root, chosen, target)
+    return export(root, chosen, target, settings.precision, critic=settings.critic)
 
 
 def stored_digests(root: Root, chosen: Chosen) -> dict[str, str]:

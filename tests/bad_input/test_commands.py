@@ -43,7 +43,10 @@ COMMANDS = {
     "verify of both": (["verify", "nobody", "--all"], ["give the id of a run, or --all"]),
     "view of no root": (["view", "--root", "nowhere"], ["there is no storage root at", "check --root"]),
     "view of no port": (["view", "--port", "70000"], ["--port"]),
-    "export of two models": (["export", "a", "--to", "out", "--adapter", "--critic"], ["--critic name two models"]),
+    "export of two models": (
+        ["export", "a", "--to", "out", "--adapter", "--critic"],
+        ["adapter and critic name two models"],
+    ),
     "gc of no run": (["gc", "nobody", "--objects"], ["no run 'nobody'"]),
 }
 

@@ -7,7 +7,7 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
 from flows.deployments.runs import rerun_stage
-from flows.deployments.stored import begin_choice, begin_fork
+from flows.deployments.stored import LAST, begin_choice, begin_export, begin_fork
 from flows.driving import is_redoing, rerun
 from flows.site.entries import read_deployments
 from storage.backends.root import Root
@@ -36,6 +36,26 @@ def test_a_fork_has_the_settings_that_were_given(trained: Root):
     assert begun_by(trained, "new") is None
     with pytest.raises(InputError, match="already exists"):
         begin_fork(RUN, str(trained.folder), 1, "new", [])
+
+
+def test_a_fork_is_of_the_revision_that_was_given(trained: Root):
+    with pytest.raises(InputError, match="revision 7"):
+        begin_fork(RUN, str(trained.folder), 1, "new", [], revision=7)
+
+
+@pytest.mark.parametrize(
+    ("precision", "adapter", "critic", "fact"),
+    [
+        ("fp16", False, False, "an export has the settings precision, adapter, critic; wrong are\nprecision: "),
+        ("as trained", True, True, "adapter and critic name two models"),
+        ("bf16", True, False, "leave precision out"),
+        ("as trained", False, True, "has no critic .*: leave --critic out"),
+    ],
+)
+def test_an_export_has_the_settings_that_were_given(trained: Root, tmp_path, precision, adapter, critic, fact):
+    with pytest.raises(InputError, match=fact):
+        begin_export(RUN, str(trained.folder), str(tmp_path / "out"), LAST, precision, adapter, critic)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_revision_beside_the_head_is_chosen_once(trained: Root, tmp_path: Path):
