@@ -108,7 +108,7 @@ TEACHER = (
         "teacher-unchecked-until-it-is-stored",
         "a retraining that was ended before it stored its teacher stores any",
         "tasks/checks.py",
-        "if config.retrain is not None and find(root, prepared.run, 0, Stage.SELECT) is None:",
+        "if config.retrain is not None and selected is None:",
         "if False:",
         _LOOP,
     ),

@@ -53,9 +53,10 @@ def check_config(config: RunConfig, root: Root, prepared: Manifest | None = None
     if prepared is None:
         check_content(config)
     else:
-        check_continued(config, root, Prepared(prepared))
+        selected = None if config.retrain is None else find(root, prepared.run, 0, Stage.SELECT)
+        check_continued(config, root, Prepared(prepared), selected)
         check_kept(config, root, prepared, "the run's model")
-        if config.retrain is not None and find(root, prepared.run, 0, Stage.SELECT) is None:  # which stores the teacher
+        if config.retrain is not None and selected is None:
             _check_teacher(config, root, prepared)
         called = config.scores and config.retrain is None and config.environment is None
         if called and "train.arrow" in prepared.part_names:

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_hexdigest
 from storage.backends.root import Root
 from storage.digest import file_digest
 from storage.errors import InputError
-from storage.manifest import Manifest, Part, find
+from storage.manifest import Manifest, Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
 from tasks.config.identity import changed_meaning, fixed_by_prepare
@@ -29,15 +29,14 @@ from tasks.stages.views import Prepared
 _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its size and its beginning
 
 
-def check_continued(config: RunConfig, root: Root, prepared: Prepared) -> None:
-    """Refuse changed settings and a changed model. A model that cannot be read any more is no matter. Raises
-    InputError: with both values, and the command that makes a fork, or the advice to start a new run."""
-    run = prepared.manifest.run
-    _check_settings(config, root, run)
+def check_continued(config: RunConfig, root: Root, prepared: Prepared, selected: Manifest | None = None) -> None:
+    """Refuse changed settings and a changed model. A model that cannot be read any more is no matter. `selected` is the
+    stage `select` of a run on stored samples, if it is committed. Raises InputError: with both values, and the command
+    that makes a fork, or the advice to start a new run."""
+    _check_settings(config, root, prepared.manifest.run)
     if config.model.source is not None:
         check_model(config.model, prepared.manifest)
-    selected = None if config.retrain is None else find(root, run, 0, Stage.SELECT)  # which stores its teacher
-    if config.retrain is None or selected is not None:
+    if config.retrain is None or selected is not None:  # the stage that stores a teacher
         _check_other(config, selected or prepared.manifest, "teacher")
     check_others(config, prepared.manifest)
 

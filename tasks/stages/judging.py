@@ -1,6 +1,5 @@
 """A judge's part of the stages: the model of `[engines.judge]` is stored with the run, and its engine answers."""
 
-import json
 from functools import partial
 
 import numpy as np
@@ -10,16 +9,16 @@ from storage.digest import value_digest
 from storage.errors import InputError
 from storage.exchanges import RunExchanges
 from storage.manifest import Manifest
-from storage.parts import read_part
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.engine_judge import EngineJudge
 from tasks.rewards.judge import Judges
+from tasks.rewards.resolve import find_reward
 from tasks.rewards.reward_model import RewardModel
+from tasks.rewards.scoring import own_judges
 from tasks.stages.context import RunContext
 from tasks.stages.prepared import other_directory, other_parts
 from tasks.stages.views import Prepared
 from tasks.workers.engines import EngineHandle
-from trainer_core.config import is_classifier
 
 
 def judges_of(context: RunContext, prepared: Prepared) -> Judges:
@@ -27,7 +26,7 @@ def judges_of(context: RunContext, prepared: Prepared) -> Judges:
     kept, section = RunExchanges(context.root, context.run), context.config.engines
     if section is None:
         return Judges(kept)
-    if _scores_alone(context, prepared):
+    if any(find_reward(part.function, part.key).traits.values for part in own_judges(context.config.reward)):
         return Judges(kept, model=RewardModel(section.judge.max_model_len, partial(_values, context, prepared)))
     engine = EngineJudge(
         model=_identity(prepared.manifest, section.judge.precision),
@@ -41,12 +40,6 @@ def judges_of(context: RunContext, prepared: Prepared) -> Judges:
 
 def _engine(context: RunContext, prepared: Prepared) -> EngineHandle:
     return context.workers.judge(other_directory(context, prepared, "judge"))
-
-
-def _scores_alone(context: RunContext, prepared: Prepared) -> bool:
-    """True if the stored judge is a classifier."""
-    part = other_parts(prepared.manifest, "judge").get("config.json")
-    return part is not None and is_classifier(json.loads(read_part(context.root, part)))
 
 
 def _values(context: RunContext, prepared: Prepared, sequences: list[NDArray[np.int32]]) -> NDArray[np.float32]:
