@@ -30,6 +30,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import (
     changed_config,
     changed_context,
+    check_fixed,
     corrections,
     differs,
     documents,
@@ -38,6 +39,7 @@ from tasks.config.stored import (
     stored_config,
 )
 from tasks.forking import check_followed
+from tasks.preflight import check_others
 from tasks.stages.context import RunContext
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.retrying import persistent
@@ -125,11 +127,14 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     if context := changed_context(before, after):
         raise differs(root, run, context[0], "fork the run: conversations of one run grow to one length")
     _check_settings(before, wanted, settings)
+    check_fixed(before, after, run, "a stage that is done again")
     if wanted.stage == Stage.TRAIN and after.train.policy.needs_rewards > before.train.policy.needs_rewards:
         fact = f"iteration {wanted.iteration} has no rewards, which train.policy needs with these settings"
         raise InputError(f"{fact}: do its {Stage.ROLLOUT} again with them")
     check_start(run, root, before)
-    if settings and (prepared := prepared_stage(root, run)) is not None:
+    if (prepared := prepared_stage(root, run)) is not None:
+        check_others(after, prepared)
+    if settings and prepared is not None:
         check_kept(after, root, prepared, "the run's model")
     if wanted.stage == Stage.ROLLOUT:
         check_followed(root, run, wanted.iteration - 1, after, given, f"{run}-fork")

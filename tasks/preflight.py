@@ -36,23 +36,26 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared, selected:
     _check_settings(config, root, prepared.manifest.run)
     if config.model.source is not None:
         check_model(config.model, prepared.manifest)
-    if config.retrain is None or selected is not None:  # the stage that stores a teacher
-        _check_other(config, selected or prepared.manifest, "teacher")
+    if selected is not None:
+        _check_other(config, selected, "teacher")
     check_others(config, prepared.manifest)
 
 
 def check_others(config: RunConfig, prepared: Manifest) -> None:
-    """Refuse a judge, or a model that a critic begins with, that is not the one that was stored. Raises InputError."""
-    _check_other(config, prepared, "judge")
-    if (critic := other_model(config, "critic")) is not None and not other_parts(prepared, "critic"):
-        fact = f"{KEYS['critic']} is {critic.source!r}, but run {prepared.run!r} has stored no model for a critic"
-        raise InputError(f"{fact}: leave it out, or start a new run")
-    _check_other(config, prepared, "critic")
+    """Refuse a teacher, a judge, or a model that a critic begins with, that is not the one that was stored. Raises
+    InputError."""
+    for kind in KEYS:
+        if kind != "teacher" or config.retrain is None:  # a selection stores its own
+            _check_other(config, prepared, kind)
 
 
 def _check_other(config: RunConfig, holder: Manifest, kind: Other) -> None:
-    if (section := other_model(config, kind)) is not None:
-        check_model(section, holder, f"{kind}/", KEYS[kind])
+    if (section := other_model(config, kind)) is None:
+        return
+    if not other_parts(holder, kind):
+        fact = f"{KEYS[kind]} is {section.source!r}, but run {holder.run!r} has stored no model for a {kind}"
+        raise InputError(f"{fact}: leave it out, or start a new run")
+    check_model(section, holder, f"{kind}/", KEYS[kind])
 
 
 def fork_command(root: Root, run: str, config: RunConfig, changes: dict[str, JsonValue]) -> str | None:

@@ -99,17 +99,27 @@ def leaves(document: Document, prefix: str = "") -> dict[str, JsonValue]:
 
 
 def changed_settings(before: Document, after: Document, prefix: str = "") -> dict[str, JsonValue]:
-    """The settings that make `before` equal `after`, by `section.key`."""
-    if set(before) != set(after):  # a table of another kind, as of another algorithm, is replaced as a whole
-        return {prefix.removesuffix("."): dict(after)}
+    """The settings that make `before` equal `after`, by `section.key`. A document lacks keys that are left out at their
+    default, such as `train.lora`."""
+    if set(before) != set(after) and prefix and not _is_one_kind(prefix.removesuffix(".")):
+        return {prefix.removesuffix("."): dict(after)}  # a table of another kind, as of another algorithm
     found: dict[str, JsonValue] = {}
-    for name, new in after.items():
-        old = before[name]
+    for name in dict.fromkeys((*after, *before)):
+        old, new = before.get(name), after[name] if name in after else _default(f"{prefix}{name}")
         if isinstance(old, dict) and isinstance(new, dict):
             found |= changed_settings(old, new, f"{prefix}{name}.")
         elif old != new:
             found[f"{prefix}{name}"] = new
     return found
+
+
+def _is_one_kind(table: str) -> bool:
+    """True if the keys of a table are those of one model."""
+    return (key := key_at(RunConfig, table)) is not None and len(key.models) == 1
+
+
+def _default(key: str) -> JsonValue:
+    return None if (found := key_at(RunConfig, key)) is None else found.field.default
 
 
 def split_changes(before: Document, after: Document) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
@@ -146,5 +156,5 @@ def _same(old: JsonValue, new: JsonValue) -> bool:
     return not changed_meaning(old, new) if isinstance(old, dict) and isinstance(new, dict) else old == new
 
 
-# the weight sync of iteration 0 has recorded digests of sums, or of adapters
-_FIXED = ("engine.adapter", *(name for name in reads("prepare") if name != "run.seed"))
+# the weight sync of iteration 0 has recorded digests of sums, or of adapters; a state is loaded in its own precision
+_FIXED = ("engine.adapter", "train.precision", *(name for name in reads("prepare") if name != "run.seed"))

@@ -134,9 +134,6 @@ def forked_config(root: Root, parent: str, run: str, settings: Sequence[str], re
     document["run"]["name"] = run
     config = reparsed(document, parent)
     check_fixed(before, config, parent, "a fork of it")
-    if config.train.policy.distill is not None and before.train.policy.distill is None:
-        fact = f"iteration 0 of run {parent!r} has stored no teacher, so a fork of it cannot have one"
-        raise InputError(f"{fact}: start a new run, or train on its stored samples with `ratchet retrain`")
     return config
 
 
@@ -146,6 +143,10 @@ def check_fixed(before: RunConfig, config: RunConfig, parent: str, what: str) ->
     if decided := [line for line in changed if line.startswith(fixed_by_prepare(before))]:
         lines = "\n  ".join([f"what iteration 0 of run {parent!r} has fixed cannot be changed in {what}:", *decided])
         raise InputError(f"{lines}\nStart a new run instead")
+    teachers = [one.train.policy.distill is not None for one in (before, config)]
+    if config.retrain is None and teachers == [False, True]:  # a retraining stores its own
+        fact = f"iteration 0 of run {parent!r} has stored no teacher, so {what} cannot have one"
+        raise InputError(f"{fact}: start a new run, or train on its stored samples with `ratchet retrain`")
     sources = [one.train.critic is not None and one.train.critic.source is not None for one in (before, config)]
     if before.train.critic is not None and config.train.critic is not None and sources[0] != sources[1]:
         has = f"begins with {'a model of its own' if sources[0] else 'the policy'} (train.critic.source)"

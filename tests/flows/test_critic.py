@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from flows.driving import ask_again
 from storage.backends.root import Root, open_root
 from storage.errors import DigestMismatch, InputError
 from storage.kill_points import Point
 from storage.manifest import need
+from storage.revisions import read_revisions
+from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.checks import check_config, prepared_stage
 from tasks.config.stored import check_fixed, forked_config
@@ -115,6 +118,37 @@ def test_stored_samples_train_a_critic_too(whole: Root, tmp_path: Path):
 
 
 SOURCE = "train.critic.source"
+
+
+CRITICS, MODEL = (f"{SOURCE}=somewhere",), ("train.policy.loss.type=reward_model", "train.policy.kl_coefficient=0")
+TEACHER = ('train.policy.distill.teacher="t"', "train.policy.distill.reward_weight=1")
+JUDGE = ('engines.judge.source="j"', "reward.function=reward_model")
+RATE = "train.critic.learning_rate=1e-3"
+
+
+@pytest.mark.parametrize(
+    ("run", "settings", "said"),
+    [
+        (RUN, CRITICS, "begins with the policy .* and a stage that is done again goes on with it: leave out"),
+        (RUN, TEACHER, "has stored no teacher, so a stage that is done again cannot have one"),
+        (RUN, JUDGE, "engines cannot change when train of iteration 1 is done again"),
+        (RUN, ("train.precision=bf16",), "train.precision cannot change when train of iteration 1 is done again"),
+        ("plain", CRITIC, r"states of run 'plain' hold none \(train.critic\), so a stage that is done again cannot"),
+        ("plain", ("train.lora.rank=4",), "train.lora cannot change when train of iteration 1 is done again"),
+        ("plain", (*MODEL, RATE, *CRITICS), f"{SOURCE} is .* run 'plain' has stored no model for a critic: leave it"),
+    ],
+)
+def test_a_stage_that_is_done_again_cannot_need_what_the_run_has_not_stored(both: Root, run, settings, said):
+    with pytest.raises(InputError, match=said):
+        ask_again(both, run, Wanted(1, Stage.TRAIN, "to see", "tests"), settings)
+    assert not read_revisions(both, run).reruns  # a record that cannot be carried out would stand in the way of the run
+
+
+@pytest.fixture(scope="module")
+def both(whole: Root, tmp_path_factory: pytest.TempPathFactory) -> Root:
+    """A root with the run that has a critic, and one that has none."""
+    drive(whole, tmp_path_factory.mktemp("plain"), run="plain")
+    return whole
 
 
 def from_folder(folder: Path) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from tasks.config.identity import (
     unchangeable,
     with_settings,
 )
+from tasks.config.run import RunConfig
 from tasks.stages.names import LOOP, WORKFLOW, Stage
 from tests.small.config import small_config
 
@@ -76,4 +77,16 @@ def test_changes_are_found_and_made():
     assert split_changes(before, after) == (
         {"train.optimizer.learning_rate": 0.5, "rollout.samples": 7}, {"train.micro_batch_size": 3},
     )  # fmt: skip
+    for settings in (
+        ("train.lora.rank=4", "train.lora.alpha=8", "train.micro_batch_size=3"),
+        ('train.policy.distill.teacher="t"', "train.policy.kl_coefficient=0"),
+        ("train.critic.learning_rate=1e-3", "train.policy.advantage.type=gae"),
+        ('engines.judge.source="j"', "reward.function=reward_model"),
+        ("train.experts.replay=true", "rollout.ahead=1", "train.policy.old_policy=behaviour"),
+    ):
+        after = document(*settings)
+        changed, back = changed_settings(before, after), changed_settings(after, before)
+        assert not {"", "train", "train.policy", "rollout"} & {*changed, *back}
+        assert RunConfig.model_validate(with_settings(before, changed)) == RunConfig.model_validate(after)
+        assert RunConfig.model_validate(with_settings(after, back)) == RunConfig.model_validate(before)
     assert changed_settings({"a": {"kind": "x", "p": 1}}, {"a": {"kind": "y"}}) == {"a": {"kind": "y"}}
