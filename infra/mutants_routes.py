@@ -96,4 +96,28 @@ ROUTES = (
         "for name in completions.schema.names if name == ROUTES}",
         _KILLED,
     ),
+    Mutant(
+        "selection-without-routes",
+        "a retraining that replays routes is begun on samples without them",
+        "tasks/stages/select.py",
+        "    if config.train.experts.replay:\n",
+        "    if False:\n",
+        ("tests/flows/test_retraining_sources.py",),
+    ),
+    Mutant(
+        "selected-routes-of-another-model",
+        "a retraining that replays routes is begun on those of a model with other layers",
+        "tasks/stages/select.py",
+        "sorted(ranges.route_bytes - {own})",
+        "sorted(ranges.route_bytes - {own, 16})",
+        ("tests/flows/test_retraining_sources.py",),
+    ),
+    Mutant(
+        "experts-of-a-reward-model",
+        "settings of the policy's routers are taken where only a reward model learns, without effect",
+        "trainer_core/config.py",
+        "if self.policy.loss.trains_critic and (given :=",
+        "if False and (given :=",
+        ("tests/trainer_core/test_config.py",),
+    ),
 )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from storage.errors import InputError
+from trainer_core.effects import no_effect
 from trainer_core.frozen import Frozen
 from trainer_core.lora import LoraConfig
 from trainer_core.marks import RUNTIME, decides
@@ -223,6 +224,9 @@ class TrainerConfig(Frozen):
             raise ValueError(f"critic has no effect with {kind}: leave the table out, or {repair}")
         if self.critic is not None and self.policy.loss.trains_critic and (found := self.critic.of_returns):
             raise ValueError(f"critic.{found} has no effect with {kind}: leave it out")
+        if self.policy.loss.trains_critic and (given := self.experts.model_dump(exclude_defaults=True)):
+            name, default = next(iter(given)), type(self.experts).model_fields[next(iter(given))].default
+            raise ValueError(no_effect(f"experts.{name}", f"with {kind}, whose model has routers of its own", default))
         if self.critic is not None and self.lora is not None:
             raise ValueError("a critic trains all its weights, which lora is to save: leave critic or lora out")
         return self

@@ -18,6 +18,8 @@ from tasks.stages.prepared import MODEL, store_other
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Selected
+from trainer_core.batches.routes import Routing
+from trainer_core.config import experts_of
 from trainer_core.objectives.objective_config import PolicyConfig, check_sampling
 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
@@ -142,12 +144,29 @@ def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> N
             f"the selected samples hold token id {ranges.largest_token}, but the model to be trained has "
             f"{vocabulary} tokens: they were made with another tokenizer"
         )
+    if config.train.experts.replay:
+        check_routes(model, ranges, not config.model.accept)  # keys that are let pass may leave layers without experts
     longest = config.train.max_length
     if ranges.longest > longest:
         raise InputError(
             f"a selected sample has {ranges.longest} tokens, but train.max_length is {longest}: raise it, or add "
             f"'length(prompt_tokens) + length(response_tokens) <= {longest}' to retrain.where"
         )
+
+
+def check_routes(model: Mapping[str, Any], ranges: Ranges, exactly: bool = True) -> None:
+    """Refuse samples without the experts by which they were drawn, or `exactly` with those of another model than that
+    with the config.json `model`. Raises InputError."""
+    given, repair = "train.experts.replay = true", "select others, or set it to false"
+    if 0 in ranges.route_bytes:
+        raise InputError(f"{given} needs the routes of every sample, and selected ones have none: {repair}")
+    if not exactly:
+        return
+    layers = model["num_hidden_layers"] - (model.get("first_k_dense_replace") or 0)
+    own = Routing(experts_of(model), layers, model["num_experts_per_tok"]).token_bytes
+    if others := sorted(ranges.route_bytes - {own}):
+        fact = f"{given}, but a token's routes have {', '.join(map(str, others))} bytes, and those of the model {own}"
+        raise InputError(f"{fact}, so they are of another model: {repair}")
 
 
 def _temperature(policy: PolicyConfig, ranges: Ranges) -> float:

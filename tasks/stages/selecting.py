@@ -272,6 +272,8 @@ class Ranges:
     most_top_k: int = 0
     most_min_p: float = 0.0
     without_logprobs: int = 0  # samples whose log-probabilities are not known
+    route_bytes: set[int] = field(default_factory=set)
+    """Bytes of the routes of a token; 0 of a sample that has none."""
     ranked: bool = False  # two samples of a prompt have different scores
     rewards: float = 0.0
     scored: int = 0
@@ -285,6 +287,8 @@ class Ranges:
         self.least_top_p = min(self.least_top_p, float(table["top_p"].to_numpy().min()))
         self.most_top_k = max(self.most_top_k, int(table["top_k"].to_numpy().max()))
         self.most_min_p = max(self.most_min_p, float(table["min_p"].to_numpy().max()))
+        routes = pc.fill_null(pc.binary_length(table["routes"]), 0).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+        self.route_bytes |= set((routes // np.maximum(np.diff(starts) + np.diff(ends) - 1, 1)).tolist())
         values, offsets = flat(table["logprobs"])
         unknown = np.flatnonzero(~np.isfinite(values.astype(np.float32)))
         self.without_logprobs += len(np.unique(np.searchsorted(offsets, unknown, side="right")))

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from flows.cli.app import execute
@@ -22,7 +24,9 @@ from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
 from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
-from tasks.stages.views import Selected
+from tasks.stages.select import check_routes, examine
+from tasks.stages.selecting import Ranges
+from tasks.stages.views import Prepared, Selected
 from tests.flows.test_given_prompts import config_of
 from tests.small.driving import RUN, Killed, driver, killing
 
@@ -248,6 +252,43 @@ def test_what_cannot_be_trained_on_leaves_nothing(root: Root, rows, given, setti
     with pytest.raises(InputError, match=words):
         begin_retraining(root, "new", retrain_config(root, "new", table, None, settings))
     assert root.keys("") == before
+
+
+def test_samples_without_the_routes_that_are_to_be_replayed_begin_no_run(root: Root):
+    config = retrain_config(root, "new", {"start": "other@1", "select": [RUN]})
+    experts = config.train.experts.model_copy(update={"replay": True})
+    asked = config.model_copy(update={"train": config.train.model_copy(update={"experts": experts})})
+    prepared = Prepared(need(root, "other", 0, Stage.PREPARE))
+    examine(config, root, prepared, root, lambda _: None)
+    with pytest.raises(InputError, match=r"train.experts.replay = true needs the routes of every sample, .* set it to"):
+        examine(asked, root, prepared, root, lambda _: None)
+
+
+def test_routes_of_another_model_are_refused(root: Root):
+    table = selected_share(root)
+    model = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 300, "num_experts_per_tok": 2}
+    for size, odd in ((12, False), (16, True), (6, True)):  # bytes of a token's routes; 3 layers, 2 experts, 2 bytes
+        ranges = Ranges()
+        ranges.add(with_routes(table, size))
+        with pytest.raises(InputError, match=f"have {size} bytes, and those of the model 12") if odd else nullcontext():
+            check_routes(model, ranges)
+        check_routes(model, ranges, exactly=False)
+
+
+def selected_share(root: Root) -> pa.Table:
+    """A share of selected samples."""
+    found: list[pa.Table] = []
+    config = retrain_config(root, "new", {"start": "other@1", "select": [RUN]})
+    examine(config, root, Prepared(need(root, "other", 0, Stage.PREPARE)), root, found.append)
+    return found[0]
+
+
+def with_routes(table: pa.Table, size: int) -> pa.Table:
+    """The samples with routes of so many bytes for a token."""
+    columns = zip(table["prompt_tokens"].to_pylist(), table["response_tokens"].to_pylist(), strict=True)
+    routes = [bytes(size * (len(prompt) + len(response) - 1)) for prompt, response in columns]
+    place = table.column_names.index("routes")
+    return table.set_column(place, table.schema.field(place), pa.array(routes, pa.large_binary()))
 
 
 def test_a_reward_that_scores_nothing_of_the_selection_begins_no_run(root: Root, tmp_path: Path):

@@ -130,6 +130,14 @@ REWARDS = {"loss": {"type": "reward_model"}}
         ),
         ({"policy": {**REWARDS, "mini_batches": 2}, "critic": CRITIC}, ["mini_batches has no effect", "leave it out"]),
         ({"policy": {**REWARDS, "kl_coefficient": 0.1}, "critic": CRITIC}, ["kl_coefficient has no", "leave it out"]),
+        (
+            {"policy": REWARDS, "critic": CRITIC, "experts": {"replay": True}},
+            ['experts.replay has no effect with policy.loss.type = "reward_model"', "default, experts.replay = false"],
+        ),
+        (
+            {"policy": REWARDS, "critic": CRITIC, "experts": {"auxiliary_loss": 0.1}},
+            ["experts.auxiliary_loss has no effect", "leave it out"],
+        ),
         ({"policy": {"advantage": {"type": "gae", "gamma": 1.5}}, "critic": CRITIC}, ["gamma", "equal to 1"]),
     ],
 )

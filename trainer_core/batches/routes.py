@@ -26,13 +26,17 @@ class Routing:
         """Bytes of the number of an expert."""
         return 1 if self.experts <= 256 else 2
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the routes of a token."""
+        return self.layers * self.chosen * self.itemsize
+
     def check(self, routes: NDArray[np.uint8] | None) -> None:
         """Refuse (P, bytes) routes that are not those of such a model. Raises InputError with both sizes."""
         repair = "sample with this model and train.experts.replay = true, or set it to false"
         if routes is None:
             raise InputError(f"train.experts.replay = true, but the samples have no routes: {repair}")
-        wanted = self.layers * self.chosen * self.itemsize
-        if routes.shape[1] != wanted:
+        if routes.shape[1] != (wanted := self.token_bytes):
             raise InputError(
                 f"train.experts.replay = true, but a token's routes have {routes.shape[1]} bytes, and those of the "
                 f"model {wanted}: {self.layers} layers with {self.chosen} of {self.experts} experts; {repair}"
