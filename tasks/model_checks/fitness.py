@@ -84,7 +84,7 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
         architectures.check_export(facts, "train.lora", where)
         check_targets(config.train.lora, facts, experts_of(facts))
         if config.engine.adapter == "live":
-            _check_live(config.train.lora, facts, where)
+            _check_live(config, config.train.lora, facts, device, where)
     if device == "cuda" and not te_absent.is_absent():
         check_context(config.train, True, bool(config.device.deterministic))
         if config.train.parallel.context > 1:
@@ -108,8 +108,11 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
             raise InputError(f"{name} = {length} is longer than the model's context of {context} tokens: lower it")
 
 
-def _check_live(lora: LoraConfig, facts: Facts, where: str) -> None:
+def _check_live(config: RunConfig, lora: LoraConfig, facts: Facts, device: Device, where: str) -> None:
     given, repair = 'engine.adapter = "live"', 'set engine.adapter = "merged"'
+    if device == "cuda" and config.device.deterministic is True:
+        fact = f"{given} is not deterministic on cards, whose kernels add parts in an order of their own"
+        raise InputError(f'{fact}: {repair}, or device.deterministic = "trainer"')
     if (architecture := architecture_of(facts, where)) not in LLAMA_LIKE:
         fact = f"{given} is proven for {', '.join(sorted(LLAMA_LIKE))}, and {where} is {architecture}"
         raise InputError(f"{fact}: {repair}")

@@ -225,6 +225,10 @@ SETTINGS = {
         ["engine.adapter=live", "train.lora.rank=4", "engine.precision=bf16", "engine.quantization=fp8"],
         ['adapter = "live" adds adapters to whole weights', "leave engine.quantization out"],
     ),
+    "a live adapter on a card that is to be deterministic": (
+        ["engine.adapter=live", "train.lora.rank=4", "device.kind=cuda", "device.deterministic=true"],
+        ['engine.adapter = "live" is not deterministic on cards', 'set engine.adapter = "merged"'],
+    ),
     "a live adapter of rank 600": (
         ["engine.adapter=live", "train.lora.rank=600"],
         ["serves adapters of rank 512 at most, and train.lora.rank is 600", 'set engine.adapter = "merged"'],
