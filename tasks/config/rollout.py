@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 from tasks.config.section import COLDEST, Section
 from trainer_core.marks import RUNTIME, decides
 
-_STOP_BYTES = 256  # of all stop texts: each is a state of an automaton, with an entry for each token
+STOP_BYTES = 256  # of all stop texts: each is a state of an automaton, with an entry for each token
 
 
 class IncrementsSection(Section):
@@ -77,6 +77,6 @@ class RolloutSection(Section):
     def _can_end(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
         if "" in texts:
             raise ValueError("an empty text would end every response at once: leave it out")
-        if (size := sum(len(text.encode()) for text in texts)) > _STOP_BYTES:
-            raise ValueError(f"the texts have {size} bytes, and at most {_STOP_BYTES} are looked for: shorten them")
+        if (size := sum(len(text.encode()) for text in texts)) > STOP_BYTES:
+            raise ValueError(f"the texts have {size} bytes, and at most {STOP_BYTES} are looked for: shorten them")
         return texts

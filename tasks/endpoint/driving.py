@@ -40,7 +40,6 @@ from tasks.environments.trajectory import Answer, Trajectory
 
 _LATER_S = 0.1
 _FOREVER_S = 1e8
-_LIMITS = ("refused/session_limit", "refused/context_length_exceeded")
 
 
 class RecordedSampler(Sampler):
@@ -60,7 +59,8 @@ class RecordedSampler(Sampler):
         if place not in self._known:
             answer = await self._sampler.sample(prompt, seed, sampling)
             event = called_with(answer, detail=place)
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._noted(event), self._loop))
+            kept = asyncio.run_coroutine_threadsafe(self._noted(event), self._loop)
+            await asyncio.shield(asyncio.wrap_future(kept))  # others are stored with it
             self._known[place] = answer
         return self._known[place]
 
@@ -91,7 +91,10 @@ class Driver:
             clock = time.monotonic()
             session = self.endpoint.open(task.seed, self.limits.turns, self.limits.tokens or 1 << 30, sampler)
             try:
-                reward = await self._driven(task, session, sampler)
+                try:
+                    reward = await self._driven(task, session, sampler)
+                finally:  # it raises if the engines have failed: that is no failure of the function
+                    await self.endpoint.close(session)
             except EnvironmentFailed as failure:
                 event = failed_with(failure, seconds=since(clock) - session.sampling_s)
             else:
@@ -99,8 +102,6 @@ class Driver:
                 score = PlayedScore(rewards=(*[None] * (row.answers - 1), reward))
                 course = course_of(row, failures, environment_s=(since(clock) - took,), sampling_s=took)
                 return Played(row, Kept(score=score, course=course, branches=_others(session)))
-            finally:
-                self.endpoint.close(session)  # raises if the engines have failed: that is no failure of the function
             failures.append(event)
             await note(event)
         row = Trajectory(task.prompt)
@@ -122,7 +123,7 @@ class Driver:
                         raise sampler.failure.result()
                 reward = float((await driven)["reward"])
             except EnvironmentFailed as failure:
-                if failure.reason != "exception" or not any(session.counts[one] for one in _LIMITS):
+                if failure.reason != "exception" or not session.at_limit:
                     raise
                 reward = 0.0  # it could not go on, as the policy was at its limits
             finally:

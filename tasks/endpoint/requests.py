@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
+from tasks.config.rollout import STOP_BYTES
 from tasks.engine.protocol import Sampling
 from tasks.rewards.words import shortened, shown
 
@@ -98,7 +99,7 @@ class StreamOptions(BaseModel, frozen=True):
 class _Request(BaseModel, frozen=True):
     """Fields of both kinds. Those that only tell who asks are accepted and have no effect."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str
     n: int = Field(default=1, ge=1, le=16)
     stop: str | list[str] | None = None
@@ -120,6 +121,13 @@ class _Request(BaseModel, frozen=True):
     service_tier: JsonValue = None
     safety_identifier: JsonValue = None
     prompt_cache_key: JsonValue = None
+
+    @field_validator("stop")
+    @classmethod
+    def _bounded(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if len("".join(stop or ()).encode()) > STOP_BYTES:
+            raise ValueError(f"at most {STOP_BYTES} bytes of texts that end an answer are looked for")
+        return stop
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -177,7 +185,7 @@ def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
         fact = f"the request has {len(body)} bytes, and at most {most} are accepted"
         raise Refused(f"{fact}: send less text", "request_too_large", 413)
     try:
-        document = json.loads(body.decode())
+        document = json.loads(body.decode(), parse_constant=_no_number)
         if b"\\ud" in body.lower():  # half of a surrogate pair is no text
             json.dumps(document, ensure_ascii=False).encode()
         return kind.model_validate(document)
@@ -217,6 +225,10 @@ def narrowed(request: ChatRequest | CompletionRequest, how: Sampling) -> Samplin
     """The run's sampling with what a request may decide: fewer tokens, and texts that end an answer."""
     most = min(how.max_tokens, request.limit or how.max_tokens)
     return how.model_copy(update={"max_tokens": most, "stop": (*how.stop, *request.stops)})
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is none of its numbers")
 
 
 def _text(content: str | Sequence[Mapping[str, JsonValue]] | None, place: str) -> str:

@@ -7,21 +7,21 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from storage.errors import InputError, RatchetError, StageFailed
 from tasks.endpoint.forms import Answered, Form
 from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
-from tasks.endpoint.sessions import Asked, History, Session
+from tasks.endpoint.sessions import Asked, History, Session, stranger
 from tasks.engine.protocol import Sampling
 from tasks.environments.calls import Parts, Reader, by_tags, read_by
 from tasks.environments.rendering import Renderer
@@ -29,9 +29,6 @@ from tasks.environments.sampler import Sampler
 
 _STARTS_S = 60.0
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-_STRANGER = Refused(
-    "the API key is of no session, or of one that has ended: give the one of this trajectory", "invalid_api_key", 401
-)
 _Handler = Callable[[Request, Session], Awaitable[Response]]
 
 
@@ -49,7 +46,7 @@ class Rules:
 
 
 class Endpoint:
-    """Sessions over a sampler. `open` and `close` may be called from any thread; all else runs on the server's loop."""
+    """Sessions over a sampler. `open` and `close` are called from any thread; all else runs on the server's loop."""
 
     def __init__(self, sampler: Sampler, renderer: Renderer, rules: Rules, reader: Reader = by_tags) -> None:
         self._sampler, self._renderer, self._rules, self._read = sampler, renderer, rules, reader
@@ -64,9 +61,13 @@ class Endpoint:
         self._sessions[session.key] = session
         return session
 
-    def close(self, session: Session) -> None:
-        """Accept no more requests of a session. Raises the error by which its engines have failed, if they have."""
+    async def close(self, session: Session) -> None:
+        """Accept no more requests of a session, and give up those that are under way: from then on nothing changes it.
+        Raises the error by which its engines have failed, if they have."""
         del self._sessions[session.key]
+        session.ended = True
+        if left := list(session.under_way.values()):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_given_up(left), left[0].get_loop()))
         if session.failure is not None:
             raise session.failure
 
@@ -84,12 +85,12 @@ class Endpoint:
             session = self._sessions.get(request.headers.get("authorization", "").removeprefix("Bearer "))
             if session is None:
                 self.strangers += 1
-                return JSONResponse(_STRANGER.document(), _STRANGER.status)
+                return _refused(stranger())
             try:
                 return await handler(request, session)
             except Refused as refusal:
                 session.note(refusal)
-                return JSONResponse(refusal.document(), refusal.status)
+                return _refused(refusal)
 
         return answer
 
@@ -118,12 +119,15 @@ class Endpoint:
         return _response(form, asked.stream, await self._once(request, session, body, asked, history))
 
     async def _body(self, request: Request) -> bytes:
-        """The body, or a little more of it than is accepted."""
+        """The body, or a little more of it than is accepted. Raises Refused: the client has gone."""
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._rules.body_bytes:
-                break
+        try:
+            async for piece in request.stream():
+                body += piece
+                if len(body) > self._rules.body_bytes:
+                    break
+        except ClientDisconnect:
+            raise Refused("the client has gone before the end of its request", "disconnected") from None
         return bytes(body)
 
     def _accepted[R: (ChatRequest, CompletionRequest)](self, asked: R, session: Session) -> R:
@@ -149,7 +153,10 @@ class Endpoint:
         repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
         if task is None or not repeated or (task.done() and task.exception() is not None):
             task = session.under_way[name] = asyncio.create_task(self._answers(session, asked, history))
-        return await asyncio.shield(task)
+        await asyncio.wait([task])  # it goes on if the client does not
+        if task.cancelled():
+            raise stranger()
+        return task.result()
 
     async def _answers(
         self, session: Session, asked: ChatRequest | CompletionRequest, history: History
@@ -225,6 +232,16 @@ def serving(endpoint: Endpoint) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join()
+
+
+async def _given_up(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for one in tasks:
+        one.cancel()
+    await asyncio.wait(tasks)
+
+
+def _refused(refusal: Refused) -> Response:
+    return JSONResponse(refusal.document(), refusal.status)
 
 
 def _response(form: Form, stream: bool, answers: list[Answered]) -> Response:

@@ -5,9 +5,10 @@ and only what is new is rendered. Where the client has changed the history, or t
 
 import asyncio
 import hashlib
+import itertools
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -27,8 +28,15 @@ from tasks.environments.trajectory import Answer, Trajectory
 Why = Literal["first", "again", "edited", "tools", "template"]
 """Reason for which a branch began: it is the first; another answer to the same history was asked; the history is not
 one that was sampled; other tools are shown; the template does not keep what was sampled."""
+_LIMITS = ("session_limit", "context_length_exceeded")
 _SHOWN = 20  # refusals that are kept in full
 _LONGEST = 200  # characters of a value that is recorded
+
+
+def stranger() -> Refused:
+    """The refusal of a request that is of no session."""
+    told = "the API key is of no session, or of one that has ended: give the one of this trajectory"
+    return Refused(told, "invalid_api_key", 401)
 
 
 class History(NamedTuple):
@@ -48,7 +56,7 @@ class History(NamedTuple):
 
     def after(self, end: "History") -> tuple[Message, ...]:
         """New messages after another history; none if it does not go on with that."""
-        if self.tools != end.tools or not end.messages:
+        if self.tools != end.tools or self.messages[0].role != end.messages[0].role:
             return ()
         if not self.messages[0].role:
             text, before = self.messages[0].content, end.messages[0].content
@@ -56,10 +64,12 @@ class History(NamedTuple):
         same = all(sent.repeats(ours) for sent, ours in zip(self.messages, end.messages, strict=False))
         return self.messages[len(end.messages) :] if same else ()
 
-    def then(self, answer: Message) -> "History":
+    def then(self, answer: Message, sampled: str) -> "History":
+        """The history with an answer. In a text it is all that was sampled, as nothing else tells where it ends: a
+        client that was not given its stop text, and leaves it out, does not go on with it."""
         if self.messages[0].role:
             return History((*self.messages, answer), self.tools)
-        return History((Message("", self.messages[0].content + answer.content),))
+        return History((Message("", self.messages[0].content + sampled),))
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Branch:
     seed: int
     row: Trajectory
     began: History
+    birth: int  # number among the branches that began after the same tokens
     parent: int | None = None  # branch from which its first turns are; they are trained there alone
     ends: list[_End] = field(default_factory=list)
     taken: bool = False  # True if an answer is being sampled at its end
@@ -130,9 +141,12 @@ class Session:
     """Of requests, answers, refusals by code, and parameters that were overridden."""
     under_way: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # requests by their digest
     last: Branch | None = None  # branch of the newest answer
+    ended: bool = False  # True if it accepts no more
+    at_limit: bool = False  # True if the newest response was that the policy is at a limit
     failure: RatchetError | None = None  # by which the engines could not answer
     overridden: dict[str, JsonValue] = field(default_factory=dict)  # by parameter, the value that was asked for last
-    _births: Counter[bytes] = field(default_factory=Counter)
+    _births: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Numbers of the branches that began after the same tokens."""
     _open: int = 0  # questions that are under way
     _asked_s: float = 0.0  # time of the steady clock at which the first of them was asked
     _sampled_s: float = 0.0
@@ -140,6 +154,7 @@ class Session:
     def note(self, refusal: Refused) -> None:
         """Count a refusal; the first ones are kept."""
         self.counts[f"refused/{refusal.code}"] += 1
+        self.at_limit = refusal.code in _LIMITS
         if len(self.refused) < _SHOWN:
             self.refused.append(str(refusal))
 
@@ -156,6 +171,8 @@ class Session:
     def ask(self, history: History) -> Asked:
         """Find the branch that a history goes on with, or begin one. Raises Refused: the session is at its limits;
         InputError: the template refuses the messages."""
+        if self.ended:
+            raise stranger()
         for name, most in (("answers", self.turns), ("tokens", self.tokens)):
             if self.counts[name] + (name == "answers") * self._open >= most:
                 raise Refused(f"the session has its {most} {name}: it accepts no more", "session_limit")
@@ -172,8 +189,8 @@ class Session:
         row.answer(answer, **({"calls": json.dumps(recorded(parts))} if parts.calls else {}))
         message = Message(ASSISTANT, parts.content, calls, reasoning=parts.reasoning)
         texts = (*(asked.before or asked.history.rendered()), {"role": ASSISTANT, "content": text})
-        asked.branch.ends.append(_End(asked.history.then(message), texts, len(row.turns), asked.opened))
-        self.last = asked.branch
+        asked.branch.ends.append(_End(asked.history.then(message, text), texts, len(row.turns), asked.opened))
+        self.last, self.at_limit = asked.branch, False
         self.counts.update(answers=1, tokens=len(answer.tokens))
         self._released(asked)
         return message
@@ -181,7 +198,7 @@ class Session:
     def unanswered(self, asked: Asked) -> None:
         """Forget a question that has no answer: asked again, it is the same one."""
         if not asked.branch.ends:
-            self._births[asked.tokens.tobytes()] -= 1
+            self._births[asked.tokens.tobytes()].discard(asked.branch.birth)
         self._released(asked)
 
     def _released(self, asked: Asked) -> None:
@@ -241,12 +258,13 @@ class Session:
     def _born(
         self, history: History, why: Why, row: Trajectory, tokens: NDArray[np.int32], parent: int | None
     ) -> Branch:
-        """A branch. Its seed follows from that of the session, from the tokens before its first answer, and from the
-        number of branches that began there: not from the order of requests for different answers."""
+        """A branch. Its seed follows from that of the session, from the tokens before its first answer, and from its
+        number among the branches that began there: not from the order of requests for different answers."""
         place = tokens.tobytes()
-        born = hashlib.blake2b(f"{self.seed}/{self._births[place]}/".encode() + place, digest_size=8).digest()
-        self._births[place] += 1
-        branch = Branch(len(self.branches), why, int.from_bytes(born) >> 2, row, history, parent, taken=True)
+        birth = next(number for number in itertools.count() if number not in self._births[place])
+        born = hashlib.blake2b(f"{self.seed}/{birth}/".encode() + place, digest_size=8).digest()
+        self._births[place].add(birth)
+        branch = Branch(len(self.branches), why, int.from_bytes(born) >> 2, row, history, birth, parent, taken=True)
         self.branches.append(branch)
         return branch
 

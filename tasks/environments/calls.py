@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 TAGS = "tags"
 """Name of the form that is built in: `<think>` and, around JSON, `<tool_call>`: Hermes, Qwen 2.5, Qwen 3 and others."""
-OPENED = "<tool_call>"
-_CALL = re.compile(rf"{OPENED}\s*(.*?)\s*</tool_call>", re.DOTALL)
+OPENED, _CLOSED = "<tool_call>", "</tool_call>"
 _THOUGHT = "</think>"
 
 
@@ -32,10 +30,15 @@ def by_tags(text: str, tools: Sequence[Any]) -> Parts:
     thought, closed, rest = text.partition(_THOUGHT)
     reasoning = thought.strip().removeprefix("<think>").strip() if closed else None
     rest = rest.lstrip("\n") if closed else text
-    found = [_call(one) for one in _CALL.findall(rest)] if tools else []
+    found = [_call(one) for one in _between_tags(rest)] if tools else []
     if not found or None in found:
         return Parts(rest, reasoning)
     return Parts(rest[: rest.index(OPENED)].rstrip(), reasoning, tuple(one for one in found if one))
+
+
+def is_text(said: str) -> bool:
+    """True if UTF-8 can encode it: half of a surrogate pair is no text, though JSON can escape it."""
+    return said.encode(errors="ignore").decode() == said
 
 
 def recorded(parts: Parts) -> list[dict[str, str]]:
@@ -43,9 +46,16 @@ def recorded(parts: Parts) -> list[dict[str, str]]:
     return [{"name": name, "arguments": given} for name, given in parts.calls]
 
 
+def _between_tags(text: str) -> list[str]:
+    """The texts within the tags of calls. In linear time: a policy may repeat a tag, or white space, without end."""
+    pieces = [piece.partition(OPENED) for piece in text.split(_CLOSED)[:-1]]
+    return [inner.strip() for _, opened, inner in pieces if opened]
+
+
 def _call(text: str) -> tuple[str, str] | None:
     try:
         found = json.loads(text)
-        return str(found["name"]), json.dumps(found.get("arguments", {}), ensure_ascii=False)
+        name, given = str(found["name"]), json.dumps(found.get("arguments", {}), ensure_ascii=False, allow_nan=False)
+        return (name, given) if is_text(name + given) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

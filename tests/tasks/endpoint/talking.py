@@ -33,12 +33,22 @@ class Policy:
         said = self.says(self.codec.backend.decode([np.asarray(prompt).tolist()])[0], seed)
         # a token a letter: not as the tokenizer would write it
         tokens = [token for letter in said for token in self.codec.encode(letter)]
-        tokens = np.array([*tokens, *sampling.stop_token_ids[:1]][: sampling.max_tokens], np.int32)
+        tokens = np.array([*tokens, *self.ends(sampling)][: sampling.max_tokens], np.int32)
         self.busy += 1
         await asyncio.sleep(0.01)
         self.busy -= 1
         self.asked.append((np.asarray(prompt).tolist(), tokens.tolist(), seed, sampling))
         return Answer(tokens, np.full(len(tokens), -0.5, np.float32), "stop" if tokens[-1] == 2 else "length", 3)
+
+    def ends(self, sampling):
+        return sampling.stop_token_ids[:1]
+
+
+class Stopping(Policy):
+    """A policy whose answers end with a text, and without a stop token."""
+
+    def ends(self, sampling):
+        return ()
 
 
 def codec_of(folder: Path, template: str = TEMPLATE):
@@ -47,9 +57,9 @@ def codec_of(folder: Path, template: str = TEMPLATE):
 
 
 @contextmanager
-def talking(codec, says, sampling="override", context=4096, **more):
+def talking(codec, says, sampling="override", context=4096, policy=Policy, **more):
     """An endpoint over such a policy: the endpoint, the policy and the base URL."""
-    policy = Policy(codec, says)
+    policy = policy(codec, says)
     rules = Rules("policy", HOW, context, sampling)
     endpoint = Endpoint(policy, Renderer(codec), rules, **more)
     with serving(endpoint) as url:

@@ -6,7 +6,7 @@ import json
 import openai
 import pytest
 
-from tests.tasks.endpoint.talking import DROPPING, check_rows, codec_of, talking
+from tests.tasks.endpoint.talking import DROPPING, Policy, Stopping, check_rows, codec_of, talking
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 
@@ -46,7 +46,7 @@ def test_a_conversation_with_tools_keeps_the_sampled_tokens(codec):
         messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
         last = ask(url, session, messages, tools=[ADD])
         assert last.choices[0].message.content == "it is 3"
-        endpoint.close(session)
+        asyncio.run(endpoint.close(session))
     (branch,) = session.sampled
     assert [turn["role"] for turn in branch.row.turns] == ["assistant", "tool", "assistant"]
     assert json.loads(branch.row.turns[0]["calls"]) == [{"name": "add", "arguments": '{"a": 1}'}]
@@ -63,7 +63,7 @@ def test_each_of_many_turns_is_appended_to_those_before(codec):
             answer = ask(url, session, messages).choices[0].message
             assert answer.content == f"there are {turn + 1}"
             messages.append({"role": "assistant", "content": answer.content})
-        endpoint.close(session)
+        asyncio.run(endpoint.close(session))
     (branch,) = session.sampled
     assert branch.row.answers == 4
     check_rows(session, policy)
@@ -188,3 +188,47 @@ def test_sampling_of_the_run_is_kept(codec):
         assert (refused.value.code, refused.value.param) == ("sampling_of_the_run", "temperature")
         assert not policy.asked
         assert session.counts["refused/sampling_of_the_run"] == 1
+
+
+def test_a_question_that_is_asked_again_has_noise_of_its_own(codec):
+    class Dropping(Policy):
+        """Drops the first answer."""
+
+        async def sample(self, prompt, seed, sampling):
+            answer, first = await super().sample(prompt, seed, sampling), not self.asked[1:]
+            return answer._replace(finish_reason="abort") if first else answer
+
+    with talking(codec, lambda text, seed: str(seed), policy=Dropping) as (endpoint, policy, url):
+        session = endpoint.open(5)
+        with pytest.raises(openai.InternalServerError):
+            ask(url, session, [user("one")], n=3)
+        assert len(ask(url, session, [user("one")], n=3).choices) == 3
+    seeds = [one.seed for one in session.sampled]
+    assert len(set(seeds)) == len(seeds) == 5
+    assert policy.asked[0][2] in seeds  # that of the answer that was dropped is used again
+
+
+def test_a_text_that_goes_on_without_what_was_sampled_begins_a_branch(codec):
+    def complete(prompt):
+        with openai.OpenAI(base_url=url, api_key=session.key, max_retries=0) as one:
+            return one.completions.create(model="policy", prompt=prompt, stop="is").choices[0].text
+
+    with talking(codec, lambda text, seed: "and one is", policy=Stopping) as (endpoint, policy, url):
+        session = endpoint.open(5)
+        prompt = f"one {complete('one ')}"
+        complete(f"{prompt}is two")  # with the stop text, which a client is not given
+        complete(f"{prompt} two")
+    read = [codec.backend.decode([prompt])[0] for prompt, *_ in policy.asked]
+    assert [one.removeprefix(read[0][: -len("one ")]) for one in read] == ["one ", f"{prompt}is two", f"{prompt} two"]
+    assert [(one.why, one.row.answers) for one in session.sampled] == [("first", 2), ("edited", 1)]
+    check_rows(session, policy)
+
+
+def test_a_text_is_never_appended_to_a_chat(codec):
+    with talking(codec, lambda text, seed: "two", policy=Stopping) as (endpoint, policy, url):
+        session = endpoint.open(5)
+        ask(url, session, [user("one")])
+        with openai.OpenAI(base_url=url, api_key=session.key, max_retries=0) as one:
+            one.completions.create(model="policy", prompt="one two")
+    assert [one.row.answers for one in session.sampled] == [1, 1]
+    check_rows(session, policy)

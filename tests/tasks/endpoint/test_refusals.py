@@ -1,6 +1,9 @@
 """Requests that are refused: typed, recorded, bounded, in the form of OpenAI."""
 
+import asyncio
 import json
+import socket
+import time
 
 import httpx
 import pytest
@@ -42,6 +45,10 @@ FLAWED = {
     "no JSON": (b"{", 400, "invalid_json", None),
     "deep": (b"[" * 200_000, 400, "invalid_json", None),
     "no table": (b"[]", 400, "invalid_value", ""),
+    "stop texts without end": ({**GOOD, "stop": "one " * 70}, 400, "invalid_value", "stop"),
+    "many stop texts": ({**GOOD, "stop": [f"{n} one" for n in range(50)]}, 400, "invalid_value", "stop"),
+    "NaN": (json.dumps({**GOOD, "temperature": float("nan")}).encode(), 400, "invalid_json", None),
+    "infinity": (json.dumps({**GOOD, "top_p": 7}).replace("7", "1e999").encode(), 400, "invalid_value", "top_p"),
     "lone surrogate": (
         b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
         400,
@@ -87,6 +94,20 @@ def test_an_address_that_is_not_served(served, method, path):
     assert httpx.request(method, f"{url}/{path}").json()["error"]["code"] == "invalid_api_key"
 
 
+def test_a_client_that_goes_in_the_middle_of_its_request(served):
+    endpoint, policy, url = served
+    session, before = endpoint.open(5), len(policy.asked)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {session.key}\r\n"
+    with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as client:
+        client.sendall(f'{head}content-length: 999\r\n\r\n{{"model": '.encode())
+    until = time.monotonic() + 30
+    while not session.counts["refused/disconnected"] and time.monotonic() < until:
+        time.sleep(0.01)
+    assert session.counts == {"refused/disconnected": 1}
+    assert len(policy.asked) == before
+    assert post(url, session.key, GOOD)[0] == 200
+
+
 @pytest.mark.parametrize("body", [{**GOOD, "model": "other" * 9999}, {**GOOD, "other" * 9999: 1}])
 def test_what_is_recorded_of_a_refusal_is_bounded(served, body):
     endpoint, _, url = served
@@ -99,7 +120,7 @@ def test_what_is_recorded_of_a_refusal_is_bounded(served, body):
 def test_a_foreign_session(codec):
     with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
         session = endpoint.open(5)
-        endpoint.close(session)
+        asyncio.run(endpoint.close(session))
         for key in ("sk-other", session.key, "Bearer"):
             assert post(url, key, GOOD)[1]["code"] == "invalid_api_key"
         assert endpoint.strangers == 3
@@ -127,4 +148,4 @@ def test_engines_that_are_lost_are_no_answer(codec):
         })  # fmt: skip
         assert not session.sampled
         with pytest.raises(WorkerLost):
-            endpoint.close(session)
+            asyncio.run(endpoint.close(session))

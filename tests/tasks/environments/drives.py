@@ -1,5 +1,7 @@
 """Functions that drive conversations with the unmodified `openai` client."""
 
+import asyncio
+
 import openai
 
 
@@ -24,6 +26,29 @@ async def failing(base_url, api_key, record, seed):
 async def tireless(base_url, api_key, record, seed):
     """Ask until it is refused."""
     return await sums(base_url, api_key, record, seed, turns=50)
+
+
+async def impatient(base_url, api_key, record, seed):
+    """Ask twice, and wait for the second answer no longer than for the first token of it."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": record["prompt"]}]
+        found = await client.chat.completions.create(model="policy", messages=messages)
+        messages += [found.choices[0].message, {"role": "user", "content": "+1="}]
+        late = asyncio.ensure_future(client.chat.completions.create(model="policy", messages=messages))
+        await asyncio.sleep(0.1)  # it is sent
+        late.cancel()
+        return 1.0
+
+
+async def recovering(base_url, api_key, record, seed):
+    """Go on with less after a refusal, and then fail."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": record["prompt"]}]
+        try:
+            await client.chat.completions.create(model="policy", messages=[{**messages[0], "content": "1+" * 200}])
+        except openai.BadRequestError:
+            await client.chat.completions.create(model="policy", messages=messages)
+        raise ConnectionError("the sandbox is gone")
 
 
 async def editing(base_url, api_key, record, seed):

@@ -1,9 +1,11 @@
 """From the text of an answer to its parts."""
 
+import time
+
 import pytest
 
 from storage.errors import InputError
-from tasks.environments.calls import by_tags
+from tasks.environments.calls import OPENED, by_tags
 from tasks.environments.reading import ForeignReader
 from tests.tasks.data.chat_model import chat_model
 
@@ -19,12 +21,24 @@ def test_the_form_that_is_built_in():
         assert by_tags(wrong, [ADD]) == (wrong, None, ())
 
 
+@pytest.mark.parametrize("repeated", ["\n", OPENED, "</tool_call>", f"{OPENED} "])
+def test_an_answer_without_end_is_read_in_a_time_that_grows_with_its_length(repeated):
+    def seconds(count):
+        clock, text = time.process_time(), OPENED + repeated * count
+        assert by_tags(text, [ADD]) == (text, None, ()) or repeated == "</tool_call>"
+        return time.process_time() - clock
+
+    assert min(seconds(1000) for _ in range(3)) < 100 * max(min(seconds(50) for _ in range(3)), 1e-4)
+
+
 @pytest.mark.slow
 def test_parsers_of_vllm(tmp_path):
     model = str(chat_model(tmp_path))
     with ForeignReader(model, "hermes", "") as read:
         assert read(f"so {CALL}", [ADD]) == ("so ", None, (("add", '{"a": 1}'),))
         assert read("so", [ADD]) == ("so", None, ())
+        half = CALL.replace("1", '"\\ud800"')
+        assert read(half, [ADD]) == (half, None, ())
 
 
 @pytest.mark.full

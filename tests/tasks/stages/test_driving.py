@@ -1,6 +1,7 @@
 """Conversations that the `openai` client drives in the real loop over small workers."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,19 @@ class Recording(SmallEngine):
         super().enqueue(number, prompts, seeds, *others, **more)
 
 
-def played(folder, function, *settings):
+class Slow(SmallEngine):
+    """An engine that takes longer for an answer than a client waits."""
+
+    def collect(self, wait_s):
+        time.sleep(0.2)
+        return super().collect(wait_s)
+
+
+def played(folder, function, *settings, engine=Recording):
     Recording.asked.clear()
     given, root = config(function, *settings), open_root(str(folder / "root"))
     drive = driver(root, given, folder / "scratch")
-    drive.workers = WorkersHere(given, engine=Recording)
+    drive.workers = WorkersHere(given, engine=engine)
     drive.drive()
     return root
 
@@ -138,6 +147,20 @@ def test_failures_of_a_function_are_no_rewards(tmp_path):
             assert score["reason"] == "exception"
             assert "the sandbox is gone" in score["detail"]
             assert not any(row["sampled"])
+
+
+def test_an_answer_that_comes_after_its_conversation_is_none_of_its_row(tmp_path):
+    few = ("rollout.prompts=2", "rollout.samples=3", "environment.processes=2")  # it comes while others are played
+    root = played(tmp_path, "impatient", *few, engine=Slow)
+    for row in rows(root):
+        assert [turn["role"] for turn in row["turns"]] == ["environment", "assistant"]
+        assert own(row)["others"] == []
+    assert {score["reward"] for score in rewards(root)} == {1.0}
+
+
+def test_a_failure_after_a_limit_that_a_function_has_survived_is_no_reward(tmp_path):
+    with pytest.raises(StageFailed, match="the sandbox is gone"):
+        played(tmp_path, "recovering", "environment.retries=0", "rollout.prompts=2", "rollout.samples=2")
 
 
 @pytest.mark.slow
