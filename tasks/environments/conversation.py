@@ -229,10 +229,13 @@ class Player:
         state = conversation.events[-1].state
         asked |= {"turns": conversation.turns} if state is None else {"state": state}
         try:
-            await self._ask(task, conversation, opened, "its going on", **asked)
+            there = await self._ask(task, conversation, opened, "its going on", **asked)
         except EnvironmentFailed as failure:
             failure.restoring = True
             raise
+        if state is None and there["messages"] != list(conversation.events[0].messages or ()):
+            fact = f"{task}: its reset gave another observation than at its beginning, with the same record and seed"
+            raise EnvironmentFailed("exception", f"{fact}: the turns after that do not belong to it", restoring=True)
 
     async def _ask(self, task: Task, conversation: Conversation, opened: Opened, what: str, **asked: Any) -> Any:
         clock, left = time.monotonic(), max(0.0, self.limits.seconds - conversation.spent)
@@ -312,8 +315,9 @@ def _messages(observation: str | Sequence[Message] | None) -> list[Message] | No
 
 
 def _role(messages: Sequence[Message]) -> str:
+    """The writer, in the words of `storage.schema.TURN`: never the policy, whatever an environment calls itself."""
     roles = {str(one["role"]) for one in messages}
-    return roles.pop() if len(roles) == 1 else "environment"
+    return roles.pop() if len(roles) == 1 and roles <= {"tool", "user"} else "environment"
 
 
 def _results(messages: Sequence[Message]) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import psutil
 
 from storage.errors import InputError
-from tasks.environments.playing import Driven, begun, called, made_by, stepped, takes_calls
+from tasks.environments.playing import Driven, begun, called, made_by, stepped, takes_calls, tools_of
 from tasks.environments.protocol import Turn
 from tasks.rewards.words import LONGEST, described, hide, shown, storable
 from tasks.rewards.worker import killed_with_descendants
@@ -134,14 +134,15 @@ async def _conversation(environment: Any, ours: socket.socket, memory_mib: int |
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=16 * LARGEST)
     while line := await reader.readline():
         try:
-            answer = json.dumps(await _answer(environment, json.loads(line)), allow_nan=False)
+            said = await _answer(environment, json.loads(line))
+            answer = json.dumps(said, allow_nan=False, ensure_ascii=False).encode()
         except (InputError, MemoryError) as error:
             answer = _failed(_told(error, memory_mib))
         except (TypeError, ValueError, RecursionError) as error:  # of json: a message holds something else than texts
             answer = _failed(f"it gave what JSON cannot hold: {described(error)}")
         if len(answer) > LARGEST:
             answer = _failed(f"it gave {len(answer)} bytes at once; {LARGEST} are possible")
-        writer.write(f"{answer}\n".encode())
+        writer.write(answer + b"\n")
         await writer.drain()
 
 
@@ -155,11 +156,11 @@ async def _answer(environment: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
     record, seed = asked["record"], asked["seed"]
     if asked["state"] is not None:
         return {"restored": await called(environment, environment.load, record, seed, asked["state"])}
-    observation, tools = await begun(environment, record, seed), getattr(environment, "tools", ())
+    observation, tools = await begun(environment, record, seed), tools_of(environment)
     if asked["turns"]:
         await called(environment, environment.replay, [Turn(**one) for one in asked["turns"]])
     saved, goes_on = await _saved(environment), _offers(environment, "replay")
-    return {"observation": observation, "tools": list(tools), "state": saved, "goes_on": goes_on or saved is not None}
+    return {"observation": observation, "tools": tools, "state": saved, "goes_on": goes_on or saved is not None}
 
 
 async def _saved(environment: Any) -> str | None:
@@ -184,8 +185,8 @@ def _told(error: InputError | MemoryError, memory_mib: int | None) -> str:
     return f"{words}: environment.memory_mib = {memory_mib} limits its memory; raise it, or leave it out"
 
 
-def _failed(detail: str) -> str:
-    return json.dumps({"failed": detail[: 2 * LONGEST]})
+def _failed(detail: str) -> bytes:
+    return json.dumps({"failed": detail[: 2 * LONGEST]}).encode()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,15 @@ def takes_calls(environment: Environment) -> bool:
     return "calls" in inspect.signature(type(environment).step).parameters
 
 
+def tools_of(environment: Environment) -> list[Any]:
+    """The definitions of its tools. Raises InputError: they are none."""
+    found = getattr(environment, "tools", ())
+    if isinstance(found, list | tuple) and all(isinstance(one, Mapping) for one in found):
+        return list(found)
+    fact = f"{type(environment).__name__}.tools is {shown(found)}"
+    raise InputError(f"{fact}: expected a list of definitions of functions, as OpenAI writes them")
+
+
 async def play(
     environment: Environment, record: Mapping[str, Any], seed: int, act: Callable[[Observation], str], limit: int = 64
 ) -> list[Turn]:
@@ -87,7 +96,7 @@ async def play(
     turns: list[Turn] = []
     while len(turns) < limit:
         action = act(observation)
-        calls = recorded(by_tags(action, getattr(environment, "tools", ()))) if takes_calls(environment) else None
+        calls = recorded(by_tags(action, tools_of(environment))) if takes_calls(environment) else None
         following, reward, _ = await stepped(environment, action, calls)
         turns.append(Turn(observation, action, reward, calls or ()))
         if following is None:

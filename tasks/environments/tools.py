@@ -100,7 +100,7 @@ class Tools:
             said = await self._tools[name].called(arguments) if known else f"error: there is no tool {shown(name)}"
         except ToolError as error:
             said = f"error: {error}"
-        return {"role": "tool", "name": name, "content": said}
+        return {"role": "tool", "name": name, "content": said.encode(errors="backslashreplace").decode()}
 
 
 def _tool(definition: Definition | None, function: Callable[..., Any]) -> Tool:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 from pathlib import Path
@@ -57,6 +58,36 @@ class Unreliable(Sums):
             raise ConnectionError("the sandbox is gone")
         said, reward, done = await super().step(action)
         return said, None if done and chance // 100 % 100 < self._judge else reward, done
+
+
+class Unseeded(Replayed):
+    """Draws what it asks from something else than its seed."""
+
+    async def reset(self, record, seed):
+        await super().reset(record, seed)
+        self._seed = random.randrange(10**9)
+        return f"{self._seed}="
+
+    async def step(self, action):
+        said, _, done = await super().step(action)
+        return said, float(self._seed), done
+
+
+class Odd(Sums):
+    """Gives what few environments give."""
+
+    tools = ()
+
+    def __init__(self, how):
+        super().__init__()
+        self._how = how
+        if how == "tools":
+            self.tools = ["calculator"]
+
+    async def step(self, action):
+        said, reward, done = await super().step(action)
+        others = {"assistant": [{"role": "assistant", "content": "1="}], "surrogate": "1\udc80="}
+        return None if done else others.get(self._how, said), reward, done
 
 
 class Once(Replayed):

@@ -16,7 +16,7 @@ from tasks.environments.rendering import Renderer
 from tests.tasks.endpoint.talking import HOW, Policy, codec_of
 
 FILE = Path(__file__).parent / "offered.py"
-RECORD = {"prompt": "How much?", "answer": "12 m"}
+RECORD = {"id": "a", "prompt": "How much?", "answer": "12 m"}
 
 
 def call(tool, **arguments):
@@ -99,6 +99,36 @@ def conversation(folder, host, says, past=(), turns=4, retries=1, seconds=60.0):
     return asyncio.run(player.play(Task(0, "a", 0, RECORD, [], 5, 6), past, note)), events, policy
 
 
+def odd(folder, kind, past=(), **arguments):
+    section = EnvironmentSection(function=f"{FILE.parent}/sums.py:{kind}", arguments=arguments)
+    with Host(section) as host:
+        return conversation(folder, host, lambda *_: "2", past, retries=0)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [("tools", "Odd.tools is ['calculator']: expected a list"), ("surrogate", "surrogates not allowed")],
+)
+def test_what_cannot_be_shown_is_a_failure_of_one_conversation(tmp_path, how, told):
+    played, _, _ = odd(tmp_path, "Odd", how=how)
+    assert played.kept.score.failure.reason == "exception"
+    assert told in played.kept.score.failure.detail
+
+
+def test_an_environment_that_speaks_as_the_policy_takes_none_of_its_turns(tmp_path):
+    played, _, _ = odd(tmp_path, "Odd", how="assistant")
+    assert len(played.kept.score.rewards) == 3
+    assert [turn["role"] for turn in played.trajectory.turns] == ["assistant", "environment"] * 2 + ["assistant"]
+
+
+def test_a_conversation_goes_on_only_with_an_environment_that_begins_as_it_did(tmp_path):
+    whole, events, _ = odd(tmp_path, "Unseeded")
+    assert whole.kept.score.failure is None
+    other, _, _ = odd(tmp_path, "Unseeded", events[:3])
+    assert "its reset gave another observation than at its beginning" in other.kept.score.failure.detail
+    assert other.kept.score.score.reward is None
+
+
 def test_the_template_shows_tools_and_results_and_a_row_records_the_calls(tmp_path, hosts):
     first = call("area", width=3, height=4)
     played, _, policy = conversation(tmp_path, hosts[0], lambda seen, _: "12 m" if "12 m" in seen else first)
@@ -110,6 +140,13 @@ def test_the_template_shows_tools_and_results_and_a_row_records_the_calls(tmp_pa
     shown = policy.codec.backend.decode([policy.asked[-1][0]])[0]
     assert '"Multiplies two sides."' in shown
     assert shown.endswith(f"{first}<|end|>\n<|tool|>12 m<|end|>\n<|assistant|>")
+
+
+def test_half_of_a_surrogate_pair_is_told_to_the_policy_that_wrote_it(tmp_path, hosts):
+    half = call("look_up", name="x").replace('"x"', '"\\ud800"')
+    assert by_tags(half, [{}]).calls == ()
+    played, _, _ = conversation(tmp_path, hosts[0], lambda *_: half, retries=0)
+    assert played.kept.score.failure is None
 
 
 def test_an_error_that_no_tool_has_declared_is_a_failure_and_no_reward(tmp_path, hosts):
