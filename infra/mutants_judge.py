@@ -17,6 +17,14 @@ JUDGE = (
         _TESTS,
     ),
     Mutant(
+        "judge-score-not-finite",
+        "an answer of so many digits that no float32 holds them is a reward",
+        _JUDGE,
+        "if not abs(score) <= LARGEST:",
+        "if False:",
+        _TESTS,
+    ),
+    Mutant(
         "judge-asked-again",
         "a judge is asked again what it has answered",
         _JUDGE,

@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.rewards.sample import Sample, Score, failed
+from tasks.rewards.sample import LARGEST, Sample, Score, failed
 from tasks.rewards.words import described, shown, storable
-
-LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards are stored
 
 _GIVEN = {False: ("record", "response", "sample"), True: ("records", "responses", "samples")}
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -21,7 +21,7 @@ from storage.errors import InputError, RatchetError
 from storage.exchanges import Exchange, RunExchanges
 from tasks.rewards.answering import LONGEST_WAIT_S, Address, Respondent, Unanswered
 from tasks.rewards.reward_model import RewardModel
-from tasks.rewards.sample import Score, failed
+from tasks.rewards.sample import LARGEST, Score, failed
 from tasks.rewards.words import shown
 from trainer_core.config import Frozen
 
@@ -121,13 +121,15 @@ class Judge(Frozen):
     def read(self, body: str) -> float:
         """The score in an answer. Raises ValueError: it is no answer, or has no score."""
         try:
-            said = json.loads(body)["choices"][0]["message"]["content"] or ""
-        except (KeyError, IndexError, TypeError):
+            found = re.findall(self.score, said := json.loads(body)["choices"][0]["message"]["content"] or "")
+        except (KeyError, IndexError, TypeError, RecursionError):
             raise ValueError(f"the answer is not of the OpenAI form: {shown(body)}") from None
-        found = re.findall(self.score, said)
         if not found:
             raise ValueError(f"the answer has no score: {shown(said)}")
-        return float(found[-1] if isinstance(found[-1], str) else found[-1][0]) / self.scale
+        score = float(found[-1] if isinstance(found[-1], str) else found[-1][0]) / self.scale
+        if not abs(score) <= LARGEST:
+            raise ValueError(f"the score {score:g} is not finite as float32: {shown(said)}")
+        return score
 
 
 @dataclass

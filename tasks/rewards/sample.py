@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which rewards are stored
+
 Reason = Literal["exception", "exit", "no_number", "non_finite", "timeout"]
 
 

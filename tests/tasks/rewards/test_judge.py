@@ -1,5 +1,6 @@
 """A judge as reward function: its failures are no scores, and what it was asked it is not asked again."""
 
+import json
 import threading
 import time
 
@@ -14,6 +15,7 @@ from storage.parts import read_table
 from storage.schema import REWARD
 from storage.upkeep.verify import verify
 from tasks.config.reward import RewardSection
+from tasks.rewards.judge import Judge as Settings
 from tasks.rewards.judge import Judges, judged
 from tasks.rewards.trying import check_reward
 from tasks.stages.names import Stage
@@ -49,6 +51,23 @@ def test_planted_failures_are_never_numbers():
             assert score.detail
         else:
             assert score.reward == len(RUBRIC.format(question="?", response=f"answer {place}")) % 10
+
+
+@pytest.mark.parametrize(
+    ("said", "flaw"),
+    [
+        ("Score: " + "9" * 400, "not finite as float32"),
+        ("Score: 1" + "0" * 39, "not finite as float32"),
+        ([{"type": "text", "text": "Score: 1"}], "not of the OpenAI form"),
+        (7, "not of the OpenAI form"),
+    ],
+)
+def test_what_an_answer_says_is_a_number_or_no_score(said, flaw):
+    judge = Settings(url="http://judge", model="m", rubric=RUBRIC)
+    with pytest.raises(ValueError, match=flaw):
+        judge.read(json.dumps({"choices": [{"message": {"content": said}}]}))
+    with pytest.raises(ValueError, match="not of the OpenAI form"):
+        judge.read("[" * 100_000)
 
 
 def test_a_judge_that_hangs():
