@@ -104,6 +104,7 @@ def test_our_packages_are_the_ones_imported():
 
 LIGHT = (  # imported in this order by one process: none imports what a later one must not
     ("tasks.rewards.worker", {"numpy", "pyarrow", "pydantic"}),  # it forks, which their threads forbid
+    ("tasks.environments.host", {"numpy", "pyarrow", "pydantic"}),  # the same; and each run starts some
     ("trainer_core.config", {"torch", "numpy", "megatron"}),
     ("ratchet", {"torch", "ray", "vllm", "megatron", "prefect", "transformers", "pyarrow", "pydantic_settings"}),
     ("storage.parts", {"torch", "ray", "vllm", "prefect"}),

@@ -10,13 +10,11 @@ import importlib
 import inspect
 import sys
 import sysconfig
-import tomllib
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +203,9 @@ def _entry_point(name: str, key: str, group: str) -> str:
 @functools.cache  # listing those of all installed packages takes 0.3 s
 def _entry_points(group: str) -> Mapping[str, str]:
     """Those that are installed, and our own even where the project is on PYTHONPATH but not installed."""
+    import tomllib
+    from importlib.metadata import entry_points  # 40 ms, which scoring processes and hosts of environments do without
+
     project = _PROJECT / "pyproject.toml"
     own = tomllib.loads(project.read_text())["project"]["entry-points"].get(group, {}) if project.exists() else {}
     return own | {point.name: point.value for point in entry_points(group=group)}

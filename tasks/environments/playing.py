@@ -11,7 +11,6 @@ from typing import Any
 from storage.errors import InputError
 from tasks.environments.calls import by_tags, recorded
 from tasks.environments.protocol import Environment, Observation, Turn
-from tasks.environments.tools import Tools
 from tasks.rewards.words import described, shown
 from trainer_core.user_code import UserFunction, find_function
 
@@ -60,7 +59,7 @@ def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | 
     """The same of a class or a list of tools that was found, or of an async function."""
     try:
         loaded = found.load().function
-        form: Any = functools.partial(Tools, loaded) if isinstance(loaded, list | tuple) else loaded
+        form: Any = _tools(loaded) if isinstance(loaded, list | tuple) else loaded
         made = None if inspect.iscoroutinefunction(form) else form(**arguments)
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
@@ -71,6 +70,12 @@ def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | 
     for method, form in _CALLS.items():
         _check_method(made, method, form)
     return made
+
+
+def _tools(offered: Sequence[Any]) -> Callable[..., Environment]:
+    from tasks.environments.tools import Tools  # imports pydantic, which most environments do without
+
+    return functools.partial(Tools, offered)
 
 
 def takes_calls(environment: Environment) -> bool:
