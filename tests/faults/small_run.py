@@ -20,7 +20,8 @@ from typing import Any
 
 import pandas  # noqa: F401 - pyarrow looks for it when it first makes an array of a list
 import psutil
-import pyarrow.compute  # noqa: F401 - otherwise each forked process imports these when it first reads a table
+import pyarrow.compute
+import pyarrow.pandas_compat  # noqa: F401 - otherwise each forked process imports these when it first reads a table
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
@@ -36,6 +37,7 @@ from storage.ownership.lease import Lease
 from storage.write_behind import WriteBehind
 from tasks.config.code_version import code_version
 from tasks.environments.hosting import host_processes
+from tasks.rewards.resolve import find_reward
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tests.faults.journal import Journal
@@ -242,6 +244,7 @@ def begin(plan: Plan) -> int:
 
 if __name__ == "__main__":
     code_version()  # computed once for all
+    find_reward("exact_match").load()  # the same: it looks through all installed packages
     gc.freeze()  # else each process would copy the imported modules when it first collects garbage
     for line in sys.stdin:
         sys.stdout.write(f"{begin(Plan.model_validate_json(Path(line.strip()).read_bytes()))}\n")
