@@ -12,7 +12,7 @@ EXAMPLE = "infra/examples/backend.py:SQLite"
 @pytest.fixture(scope="session")
 def forks():
     """Starts of `tests.storage.worker`."""
-    server = Forks()
+    server = Forks("tests.storage.worker")
     yield server
     server.close()
 

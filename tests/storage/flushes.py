@@ -1,8 +1,10 @@
 """A process that reports which files and folders it flushes and which names it links, and may kill itself after a link.
 
-flushes.py ROOT KILL STEP...: KILL is the end of the name after whose link it sends itself SIGKILL, or "-". A step is
-"part" (write_bytes), "file" (a file that is handed over), "hold" (the lease, until the end), "rerun", "choice" or the
-number of the iteration whose manifest is committed.
+ROOT KILL STEP...: KILL is the end of the name after whose link it sends itself SIGKILL, or "-". A step is "part"
+(write_bytes), "file" (a file that is handed over), "hold" (the lease, until the end), "rerun", "choice" or the number
+of the iteration whose manifest is committed.
+
+flushes.py reads these arguments from its input: see `tests.storage.forks`.
 """
 
 import os
@@ -18,6 +20,7 @@ from storage.ownership.lease import hold
 from storage.parts import PartWriter
 from storage.revisions import record_choice, record_rerun
 from tasks.stages.names import Stage
+from tests.storage.forks import serve
 from tests.storage.revised import choice, rerun
 from tests.storage.tables import manifest
 
@@ -58,8 +61,12 @@ def do(root: Root, step: str, stack: ExitStack) -> None:
         commit(root, manifest(Stage.TRAIN, int(step)))
 
 
-if __name__ == "__main__":
-    record(sys.argv[2])
+def begin(url: str, kill: str, *steps: str) -> None:
+    record(kill)
     with ExitStack() as things:
-        for asked in sys.argv[3:]:
-            do(open_root(sys.argv[1]), asked, things)
+        for asked in steps:
+            do(open_root(url), asked, things)
+
+
+if __name__ == "__main__":
+    serve(begin)

@@ -4,17 +4,14 @@ ROOT POINT [FIRST | "fork"]: POINT is the number of the system call (fsync, link
 sends itself SIGKILL, or -1. Given FIRST, it begins with that iteration, and cleans up before the first stage and again
 between the parts and the manifest of each. Given "fork", it only makes run "child" from run "parent".
 
-worker.py reads from its input, one JSON list per line, a folder for the output and these arguments, executes each in
-its own process and writes the exit code. The processes are forked from this one, so a start costs no imports.
+worker.py reads these arguments from its input: see `tests.storage.forks`.
 """
 
 import itertools
-import json
 import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 from storage import layout, records
 from storage.backends.root import open_root
@@ -25,6 +22,7 @@ from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.fork import fork
 from storage.upkeep.retention import Retention, catch_up, collect
 from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.forks import serve
 from tests.storage.runs import DOCUMENT
 from tests.storage.tables import manifest
 
@@ -63,7 +61,7 @@ def do(root, iteration: int, stage: Stage, before: Manifest | None) -> Manifest:
     if stage == Stage.ROLLOUT:
         parts = tuple(piece(writer, str(number)) for number in range(PIECES))
     else:
-        folder = Path(sys.argv[1]).parent / "scratch"
+        folder = root.folder.parent / "scratch"
         shutil.rmtree(folder, ignore_errors=True)  # files of an earlier process may have become parts
         folder.mkdir()
         for rank in range(2):
@@ -98,30 +96,12 @@ class Killer:
         return counted
 
 
-def begin(folder: str, url: str, point: str, *first: str) -> int:
-    """Work in a process of its own; returns its exit code, negative for a signal."""
-    process = os.fork()
-    if process:
-        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-    code = 1
-    try:
-        sys.argv[1:] = [url, point, *first]
-        for name, own in (("in", sys.stdin), ("out", sys.stdout), ("err", sys.stderr)):
-            os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_RDWR, 0o644), own.fileno())
-        killer = Killer(int(point))
-        for name in ("fsync", "link", "unlink"):
-            setattr(os, name, killer.before(getattr(os, name)))
-        make_fork(url) if first == ("fork",) else work(url, *map(int, first))
-        sys.stdout.flush()
-        code = 0
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        raise
-    finally:
-        os._exit(code)
+def begin(url: str, point: str, *first: str) -> None:
+    killer = Killer(int(point))
+    for name in ("fsync", "link", "unlink"):
+        setattr(os, name, killer.before(getattr(os, name)))
+    make_fork(url) if first == ("fork",) else work(url, *map(int, first))
 
 
 if __name__ == "__main__":
-    for line in sys.stdin:
-        sys.stdout.write(f"{begin(*json.loads(line))}\n")
-        sys.stdout.flush()
+    serve(begin)

@@ -1,25 +1,29 @@
 """Local files: content and names reach the disk before anything is published, whichever process wrote them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from storage.backends import local
 from storage.backends.root import open_root
+from tests.storage.forks import Forks
 
-PROJECT = Path(__file__).resolve().parents[3]
 MANIFEST = "manifests/000001/train.r0.json"
 
 
-def process(url, kill, *steps):
-    """Events that a process of `tests.storage.flushes` reports, as (call, path)."""
-    command = [sys.executable, "-m", "tests.storage.flushes", url, kill, *steps]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT, check=False)
-    assert ended.returncode == (0 if kill == "-" else -9), ended.stderr
-    return [tuple(line.split(" ", 1)) for line in ended.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def process():
+    """Start a process of `tests.storage.flushes`; returns the events that it reports, as (call, path)."""
+    forks = Forks("tests.storage.flushes")
+
+    def ended(url, kill, *steps):
+        found = forks.run(url, kill, *steps)
+        assert found.returncode == (0 if kill == "-" else -9), found.stderr
+        return [tuple(line.split(" ", 1)) for line in found.stdout.splitlines()]
+
+    yield ended
+    forks.close()
 
 
 def chain(folder, top):
@@ -89,7 +93,7 @@ def test_a_record_for_people_costs_no_flush(tmp_path, calls):
 
 
 @pytest.mark.parametrize("way", ["part", "file"])
-def test_the_name_of_a_part_that_a_killed_process_linked_is_flushed_before_a_manifest_names_it(tmp_path, way):
+def test_the_name_of_a_part_that_a_killed_process_linked_is_flushed_before_a_manifest_names_it(tmp_path, process, way):
     top = tmp_path / "new" / "runs"
     process(str(top), ".arrow", way)
     (part,) = top.rglob("*.arrow")
@@ -99,7 +103,7 @@ def test_the_name_of_a_part_that_a_killed_process_linked_is_flushed_before_a_man
     assert chain(part.parent, tmp_path) <= flushed
 
 
-def test_the_name_of_a_manifest_that_a_killed_process_linked_is_flushed_before_another_rests_on_it(tmp_path):
+def test_the_name_of_a_manifest_that_a_killed_process_linked_is_flushed_before_another_rests_on_it(tmp_path, process):
     top = tmp_path / "new" / "runs"
     process(str(top), "000000/train.r0.json", "0")
     assert (top / "run" / "manifests" / "000000" / "train.r0.json").exists()
@@ -152,7 +156,6 @@ def test_a_listing_that_fails_is_no_empty_listing(tmp_path):
         list(local.files(tmp_path / "file"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "kill", "step", "folder"),
     [
@@ -162,7 +165,9 @@ def test_a_listing_that_fails_is_no_empty_listing(tmp_path):
     ],
     ids=["rerun", "choice", "an early iteration done again"],
 )
-def test_whatever_a_killed_process_linked_is_flushed_before_something_rests_on_it(tmp_path, first, kill, step, folder):
+def test_whatever_a_killed_process_linked_is_flushed_before_something_rests_on_it(
+    tmp_path, process, first, kill, step, folder
+):
     top = tmp_path / "runs"
     process(str(top), "-", *first)
     process(str(top), kill, step)
