@@ -20,6 +20,7 @@ import pytest
 from execnet import gateway_io
 from execnet.gateway_base import ExecModel, Popen2IO, get_execmodel
 from execnet.xspec import XSpec
+from hypothesis.internal.conjecture.providers import _get_local_constants
 
 from tests.fork_servers import PROJECT
 from trainer_core.collector import paused
@@ -56,6 +57,7 @@ def fork(specs: Sequence[XSpec], places: Iterable[Path]) -> None:
     """
     with paused():
         _import_tests(places)
+        _get_local_constants()  # Hypothesis reads all our files for them, in each process that has not yet done so
     gc.freeze()  # else each process would copy what is imported when it first collects garbage
     made: list[_Forked] = []
     with warnings.catch_warnings():

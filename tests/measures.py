@@ -10,7 +10,8 @@ import pytest
 
 _LOOK_S = 1.0
 _SLOWEST = 10
-_UNDECIDED = ("python", "ray::")
+_YOUNG_S = 60.0
+_WAITS = "ray::"
 _SERVERS = {"flows.server.process", "flows.server.sqlite:site_app"}
 
 
@@ -19,7 +20,8 @@ class Starts:
     """Processes of the real stack that this machine has started since `begin`, as a thread sees them in /proc.
 
     A process counts once, by its id and time of creation. Actors of Ray are told apart by the environment that they are
-    given. A process that lives for less than a second may be missed. Only a Python process can become of a kind later.
+    given. A process that lives for less than a second may be missed. Only a Python process can become of a kind later,
+    while it is young, or as a worker that Ray keeps for later.
     """
 
     kinds: dict[tuple[int, float], str] = field(default_factory=dict)
@@ -60,7 +62,8 @@ class Starts:
                 self.nodes.setdefault(_identity(node), set()).add(kind)
             if kind:
                 self.kinds[identity] = kind
-            return bool(kind) or not process.name().startswith(_UNDECIDED)
+            name, age = process.name(), time.time() - process.create_time()
+            return bool(kind) or not (name.startswith(_WAITS) or (name.startswith("python") and age < _YOUNG_S))
         except (psutil.Error, OSError):
             return False
 
