@@ -9,6 +9,14 @@ _MODEL, _VALUES = "tasks/rewards/reward_model.py", ("tests/tasks/rewards/test_re
 
 JUDGE = (
     Mutant(
+        "judge-of-another-length",
+        "a run goes on with a shorter context of its judge, so that other responses have no score",
+        "tasks/config/engines.py",
+        "    max_model_len: int = ",
+        "    max_model_len: Annotated[int, RUNTIME] = ",
+        ("tests/tasks/rewards/test_engine_judge.py", "tests/flows/test_runtime_settings.py"),
+    ),
+    Mutant(
         "judge-failure-is-a-number",
         "an answer without a score counts as 0",
         _JUDGE,

@@ -19,8 +19,9 @@ class JudgeEngine(Section):
     (`...ForSequenceClassification`), as `ratchet export` makes of one, and has the tokenizer of the run's model."""
     precision: Precision = "fp32"
     """Type of its weights and activations."""
-    max_model_len: Annotated[int, RUNTIME] = Field(default=2048, ge=8)
-    """Longest question with its answer, or prompt with its response, in tokens."""
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest question with its answer, or prompt with its response, in tokens. What is longer has no score, so it
+    decides results: only a new run may change it."""
     max_num_seqs: Annotated[int, RUNTIME] = Field(default=64, ge=1)
     """Answers decoded together; or, on a card that need not repeat its results, samples that a reward model reads
     together."""

@@ -17,7 +17,7 @@ from storage.upkeep.verify import verify
 from tasks.checks import check_config
 from tasks.config.environment import Settings
 from tasks.config.model import GeneratedModel, ModelSection
-from tasks.config.stored import forked_config
+from tasks.config.stored import check_record, forked_config
 from tasks.data.models import fill_model_directory
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import COMPLETIONS, Collected, EngineProtocol, Finished
@@ -246,6 +246,8 @@ def test_a_rerun_asks_nothing_and_starts_no_engine(model, tmp_path):
         assert changed.engine.name != judging.engine.name
     with pytest.raises(InputError, match="what iteration 0"):
         forked_config(root, RUN, "fork", ["engines.judge.precision=bf16"])
+    with pytest.raises(InputError, match=f"max_model_len: the run was started with {LONGEST}, but is now given 64"):
+        check_record(root, RUN, config_of(model, "engines.judge.max_model_len=64"))  # longer questions have no score
 
 
 URL = 'reward.arguments={url="http://127.0.0.1:9", model="m", rubric="{response}"}'
