@@ -9,6 +9,14 @@ _MODEL, _VALUES = "tasks/rewards/reward_model.py", ("tests/tasks/rewards/test_re
 
 JUDGE = (
     Mutant(
+        "selected-samples-without-a-value",
+        "a retraining has its reward model score samples that it cannot read whole",
+        "tasks/stages/select.py",
+        "    if ranges.longest > (most := config.engines.judge.max_model_len):",
+        "    if (most := config.engines.judge.max_model_len) < 0:",
+        ("tests/flows/test_retraining_sources.py",),
+    ),
+    Mutant(
         "judge-of-another-length",
         "a run goes on with a shorter context of its judge, so that other responses have no score",
         "tasks/config/engines.py",

@@ -100,7 +100,7 @@ class EngineJudge:
         prompt = self._prompt(body["messages"])
         if len(prompt) >= self.longest:
             detail = f"the question has {len(prompt)} tokens, and engines.judge.max_model_len is {self.longest}"
-            raise Unanswered(failed("exception", f"{detail}: raise it, or shorten the rubric"), final=True)
+            raise Unanswered(failed("exception", f"{detail}: raise it in a new run, or shorten the rubric"), final=True)
         how = Sampling(
             temperature=body["temperature"], max_tokens=body["max_tokens"], stop_token_ids=self._codec.stop_tokens
         )

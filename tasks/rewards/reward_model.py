@@ -58,4 +58,4 @@ def _score(value: float) -> Score:
 
 def _too_long(sequence: NDArray[np.int32], longest: int) -> Score:
     fact = f"prompt and response have {len(sequence)} tokens, and engines.judge.max_model_len is {longest}"
-    return failed("exception", f"{fact}: raise it")
+    return failed("exception", f"{fact}: raise it in a new run")

@@ -84,6 +84,11 @@ def own_judges(section: RewardSection) -> list[RewardFunction]:
     return [part for part in asking if "url" not in part.arguments]
 
 
+def is_valued(section: RewardSection) -> bool:
+    """True if a reward model on the run's engine gives values."""
+    return any(find_reward(part.function, part.key).traits.values for part in own_judges(section))
+
+
 def equal_groups(rewards: pa.Table) -> float:
     """Share of the prompt groups of a reward table in which no sample can have an advantage: all scores are equal, or
     fewer than two samples have one. 0 to 1."""

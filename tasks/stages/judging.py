@@ -12,9 +12,8 @@ from storage.manifest import Manifest
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.engine_judge import EngineJudge
 from tasks.rewards.judge import Judges
-from tasks.rewards.resolve import find_reward
 from tasks.rewards.reward_model import RewardModel
-from tasks.rewards.scoring import own_judges
+from tasks.rewards.scoring import is_valued
 from tasks.stages.context import RunContext
 from tasks.stages.prepared import other_directory, other_parts
 from tasks.stages.views import Prepared
@@ -26,7 +25,7 @@ def judges_of(context: RunContext, prepared: Prepared) -> Judges:
     kept, section = RunExchanges(context.root, context.run), context.config.engines
     if section is None:
         return Judges(kept)
-    if any(find_reward(part.function, part.key).traits.values for part in own_judges(context.config.reward)):
+    if is_valued(context.config.reward):
         return Judges(kept, model=RewardModel(section.judge.max_model_len, partial(_values, context, prepared)))
     engine = EngineJudge(
         model=_identity(prepared.manifest, section.judge.precision),

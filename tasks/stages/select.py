@@ -13,6 +13,7 @@ from storage.parts import read_part
 from storage.schema import SELECTION, fingerprint
 from storage.selection import write_prompts, write_sources
 from tasks.config.run import RunConfig
+from tasks.rewards.scoring import is_valued
 from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, store_other
 from tasks.stages.selecting import Ranges, Rollout, Selecting, rollouts
@@ -144,6 +145,7 @@ def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> N
             f"the selected samples hold token id {ranges.largest_token}, but the model to be trained has "
             f"{vocabulary} tokens: they were made with another tokenizer"
         )
+    _check_values(config, ranges)
     if config.train.experts.replay:
         check_routes(model, ranges, not config.model.accept)  # keys that are let pass may leave layers without experts
     longest = config.train.max_length
@@ -152,6 +154,17 @@ def _check_fit(config: RunConfig, model: Mapping[str, Any], ranges: Ranges) -> N
             f"a selected sample has {ranges.longest} tokens, but train.max_length is {longest}: raise it, or add "
             f"'length(prompt_tokens) + length(response_tokens) <= {longest}' to retrain.where"
         )
+
+
+def _check_values(config: RunConfig, ranges: Ranges) -> None:
+    """Refuse samples that a reward model is to score and cannot read whole."""
+    rescored = config.retrain is not None and config.retrain.rescore and is_valued(config.reward)
+    if not rescored or config.engines is None:
+        return
+    if ranges.longest > (most := config.engines.judge.max_model_len):
+        fact = f"a selected sample has {ranges.longest} tokens, and the reward model reads {most} at most"
+        repair = f"add 'length(prompt_tokens) + length(response_tokens) <= {most}' to retrain.where"
+        raise InputError(f"{fact} (engines.judge.max_model_len), so it would have no score: {repair}")
 
 
 def check_routes(model: Mapping[str, Any], ranges: Ranges, exactly: bool = True) -> None:

@@ -20,6 +20,7 @@ from storage.parts import read_parts, read_table
 from storage.schema import REWARD, SELECTION
 from storage.selection import read_prompts, read_sources
 from storage.upkeep.removal import forget, remove
+from tasks.config.engines import EnginesSection, JudgeEngine
 from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
 from tasks.retraining import begin_retraining, retrain_config
@@ -262,6 +263,16 @@ def test_samples_without_the_routes_that_are_to_be_replayed_begin_no_run(root: R
     examine(config, root, prepared, root, lambda _: None)
     with pytest.raises(InputError, match=r"train.experts.replay = true needs the routes of every sample, .* set it to"):
         examine(asked, root, prepared, root, lambda _: None)
+
+
+def test_samples_that_a_reward_model_cannot_read_begin_no_run(root: Root):
+    table = {"start": "other@1", "select": [RUN], "rescore": True}
+    config = retrain_config(root, "new", table, None, ["reward.function=reward_model"])
+    prepared = Prepared(need(root, "other", 0, Stage.PREPARE))
+    for most, refused in ((64, False), (8, True)):
+        judge = EnginesSection(judge=JudgeEngine(source="scores", max_model_len=most))
+        with pytest.raises(InputError, match=r"reads 8 at most .* <= 8' to retrain") if refused else nullcontext():
+            examine(config.model_copy(update={"engines": judge}), root, prepared, root, lambda _: None)
 
 
 def test_routes_of_another_model_are_refused(root: Root):
