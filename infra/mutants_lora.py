@@ -84,8 +84,8 @@ LORA = (
         "adapter-never-used",
         "tokens are computed with the frozen weights alone, though the adapter is in its slot",
         "tasks/engine/vllm/adapters.py",
-        "served = manager.lora_index_to_id[0] or 0",
-        "served = 0 and manager.lora_index_to_id[0]",
+        "._adapter_manager.lora_index_to_id[0] or 0",
+        "._adapter_manager.lora_index_to_id[0] and 0",
         _LIVE,
     ),
     Mutant(
