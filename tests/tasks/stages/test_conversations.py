@@ -1,11 +1,13 @@
 """Conversations with environments in the real loop over small workers: kills, failures, and what is no environment."""
 
+import itertools
 import json
 import os
 import random
 import shlex
 import signal
 import statistics
+import threading
 from pathlib import Path
 
 import psutil
@@ -168,18 +170,20 @@ def test_after_random_kills_tokens_and_rewards_are_those_of_an_undisturbed_run(t
 def test_the_kill_of_a_host_under_many_conversations_costs_each_at_most_one_retry(tmp_path):
     many = ("rollout.prompts=12", "environment.retries=1")
     whole, root = played(tmp_path / "whole", "Replayed", {}, *many), open_root(str(tmp_path / "root"))
-    left = [15]
+    records, kills, alone = itertools.count(1), [], threading.Lock()
 
     def at(_context, point, _key):
-        left[0] -= point is Point.MID_RESPONSE
-        if left[0] == 0 and (hosts := host_processes()):
-            left[0] = -1
-            os.kill(*hosts.values(), signal.SIGKILL)  # and nobody waits until it is gone
+        with alone:  # the records of conversations are stored by several threads
+            enough = point is Point.MID_RESPONSE and next(records) >= 15
+            if enough and not kills and (hosts := host_processes()):
+                kills.extend(hosts.values())
+                os.kill(*hosts.values(), signal.SIGKILL)  # and nobody waits until it is gone
 
     driver(root, config("Replayed", {}, *many), tmp_path / "scratch", at=at).drive()
     assert identity(root) == identity(whole)
     assert rewards(root) == rewards(whole)
     found = failures(root)
+    assert len(kills) == 1
     assert sum(map(len, found)) > 0
     assert max(map(len, found)) == 1
 
