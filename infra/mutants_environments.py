@@ -91,7 +91,7 @@ ENVIRONMENTS = (
         "half-a-pair-is-a-call",
         "a call with half of a surrogate pair, which the policy wrote, cannot be given to a client",
         "tasks/environments/calls.py",
-        "return (name, given) if is_text(name + given) else None",
+        "return (name, given) if is_encodable(name + given) else None",
         "return name, given",
         _TOOLS,
     ),

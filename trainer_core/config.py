@@ -225,7 +225,8 @@ class TrainerConfig(Frozen):
         if self.critic is not None and self.policy.loss.trains_critic and (found := self.critic.of_returns):
             raise ValueError(f"critic.{found} has no effect with {kind}: leave it out")
         if self.policy.loss.trains_critic and (given := self.experts.model_dump(exclude_defaults=True)):
-            name, default = next(iter(given)), type(self.experts).model_fields[next(iter(given))].default
+            name = next(iter(given))
+            default = type(self.experts).model_fields[name].default
             raise ValueError(no_effect(f"experts.{name}", f"with {kind}, whose model has routers of its own", default))
         if self.critic is not None and self.lora is not None:
             raise ValueError("a critic trains all its weights, which lora is to save: leave critic or lora out")

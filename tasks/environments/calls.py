@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tasks.data.values import is_encodable
+
 TAGS = "tags"
 """Name of the form that is built in: `<think>` and, around JSON, `<tool_call>`: Hermes, Qwen 2.5, Qwen 3 and others."""
 OPENED, _CLOSED = "<tool_call>", "</tool_call>"
@@ -36,11 +38,6 @@ def by_tags(text: str, tools: Sequence[Any]) -> Parts:
     return Parts(rest[: rest.index(OPENED)].rstrip(), reasoning, tuple(one for one in found if one))
 
 
-def is_text(said: str) -> bool:
-    """True if UTF-8 can encode it: half of a surrogate pair is no text, though JSON can escape it."""
-    return said.encode(errors="ignore").decode() == said
-
-
 def recorded(parts: Parts) -> list[dict[str, str]]:
     """The calls of an answer as turns record them: `name`, and `arguments` as JSON."""
     return [{"name": name, "arguments": given} for name, given in parts.calls]
@@ -56,6 +53,6 @@ def _call(text: str) -> tuple[str, str] | None:
     try:
         found = json.loads(text)
         name, given = str(found["name"]), json.dumps(found.get("arguments", {}), ensure_ascii=False, allow_nan=False)
-        return (name, given) if is_text(name + given) else None
+        return (name, given) if is_encodable(name + given) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

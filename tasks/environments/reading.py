@@ -10,8 +10,9 @@ from typing import Any, Self
 
 from storage.errors import InputError, WorkerLost
 from tasks.config.playing import EnvironmentSection
+from tasks.data.values import is_encodable
 from tasks.engine.start import PARSER
-from tasks.environments.calls import TAGS, Parts, Reader, by_tags, is_text
+from tasks.environments.calls import TAGS, Parts, Reader, by_tags
 
 
 @contextmanager
@@ -48,7 +49,7 @@ class ForeignReader:
             self._process.stdin.write(f"{json.dumps([text, list(tools)])}\n")
             self._process.stdin.flush()
             said = self._said()
-        if not is_text(json.dumps(said, ensure_ascii=False)):
+        if not is_encodable(json.dumps(said, ensure_ascii=False)):
             return Parts(text)
         return Parts(said["content"], said["reasoning"], tuple((name, given) for name, given in said["calls"]))
 

@@ -141,7 +141,7 @@ RATE = "train.critic.learning_rate=1e-3"
 def test_a_stage_that_is_done_again_cannot_need_what_the_run_has_not_stored(both: Root, run, settings, said):
     with pytest.raises(InputError, match=said):
         ask_again(both, run, Wanted(1, Stage.TRAIN, "to see", "tests"), settings)
-    assert not read_revisions(both, run).reruns  # a record that cannot be carried out would stand in the way of the run
+    assert not read_revisions(both, run).reruns  # a rerun that cannot be done would fail at every start
 
 
 @pytest.fixture(scope="module")
