@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from reprlib import Repr
+from typing import cast
 
 import pyarrow as pa
 from pydantic import BaseModel, computed_field
@@ -19,10 +21,12 @@ from tasks.stages.names import Stage
 from tasks.stages.views import TRAINER_TABLE
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
+_OF_ENGINES = (Stage.WEIGHT_SYNC, Stage.EVALUATE)
 _OF_ONE_PROCESS = ("seconds", "per_second", "_s")  # name endings of metrics that measure the work and not its result
 _OF_INTERRUPTIONS = ("sampled_again", "environment_failures", "base_bytes")
 """Name beginnings of metrics that count what interrupted the work: a call that was open at a kill is a failure, and an
 engine in place of a killed one gets the frozen weights again."""
+_SHORT = Repr(maxstring=300, maxlist=20, maxdict=20)
 
 
 class Difference(BaseModel, frozen=True, extra="forbid"):
@@ -62,6 +66,8 @@ class Pair:
     left: Root
     right: Root
     run: str
+    engines: bool = True
+    """Compare what engines computed after the rollouts, too: the probes of weight updates, and evaluations."""
 
     def compare(self, iterations: int, evaluated_every: int, plant: int | None = None) -> Comparison:
         """Compare the iterations from 0 to `iterations`. With `plant`, a seed, one bit is flipped in the right run's
@@ -85,6 +91,9 @@ class Pair:
             yield "it is not committed in " + ("either run" if left is right else "one of the runs")
             return
         tally.update(manifests=1)
+        yield from _facts(left, right)
+        if stage in _OF_ENGINES and not self.engines:
+            return
         if stage in _TABLES:
             yield from self._tables(left, right, tally)
         parts = [(self.left, part) for part in left.parts] + [(self.right, part) for part in right.parts]
@@ -94,7 +103,6 @@ class Pair:
             if iteration:
                 yield from self._by_token(left, right)
         yield from _metrics(left, right, tally)
-        yield from _facts(left, right)
         if left.digest != right.digest:
             yield f"the manifest's identity is {left.digest} against {right.digest}"
 
@@ -106,13 +114,15 @@ class Pair:
             yield f"{ours.num_rows} rows against {theirs.num_rows}"
             return
         for name in schema.names:
-            yield from _column(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
+            yield from column_difference(name, ours[name].combine_chunks(), theirs[name].combine_chunks())
 
     def _by_token(self, left: Manifest, right: Manifest) -> Iterator[str]:
         pairs = ((self.left, left), (self.right, right))
         ours, theirs = (read_parts(root, [one.part(TRAINER_TABLE)], TRAINER) for root, one in pairs)
         for name in TRAINER.names:
-            yield from _column(f"{name} of the trainer", ours[name].combine_chunks(), theirs[name].combine_chunks())
+            yield from column_difference(
+                f"{name} of the trainer", ours[name].combine_chunks(), theirs[name].combine_chunks()
+            )
 
     def _states(self, left: Manifest, right: Manifest, tally: Counter[str], plant: int | None) -> Iterator[str]:
         from trainer_core.state.comparison import compare_states  # imports torch
@@ -140,13 +150,25 @@ def lend_rollouts(source: Root, target: Root, run: str) -> None:
             target.put_if_absent(key, source.read_bytes(key))
 
 
-def _column(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
+def column_difference(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
+    """What differs between a column of both runs, which have as many rows."""
     if left.equals(right):
         return
     unequal = [row for row in range(len(left)) if not left.slice(row, 1).equals(right.slice(row, 1))]
     first = unequal[0]
-    both = f"{left[first].as_py()!r} against {right[first].as_py()!r}"
-    yield f"column {name}: {len(unequal)} of {len(left)} rows differ, first row {first}: {both}"
+    where, *both = _innermost(f"row {first}", left[first].as_py(), right[first].as_py())
+    ours, theirs = map(_SHORT.repr, both)
+    yield f"column {name}: {len(unequal)} of {len(left)} rows differ, first {where}: {ours} against {theirs}"
+
+
+def _innermost(where: str, ours: object, theirs: object) -> tuple[str, object, object]:
+    """The first two values that differ within values of a row, and where they are."""
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(cast(list[object], ours), cast(list[object], theirs), strict=True))
+        for place, (one, other) in pairs:
+            if repr(one) != repr(other):
+                return _innermost(f"{where}, element {place}", one, other)
+    return where, ours, theirs
 
 
 def _metrics(left: Manifest, right: Manifest, tally: Counter[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from storage.kill_points import Point
 from storage.manifest import find
 from storage.ownership.scratch import scratch
 from storage.upkeep.catalog import names
-from tasks.config.environment import with_faults
+from tasks.config.environment import Settings, with_faults
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
 
@@ -80,6 +80,7 @@ def prove(order: ProofOrder, output: Output) -> int:
     given point does not exist in this run, StageFailed if a run failed without being killed."""
     faults = order.at or chosen(order.config, order.kills, order.seed, order.regenerate)
     check(order.config, faults, order.regenerate)
+    check_regenerate(order, Settings.from_environment())
     whole, interrupted = (open_root(f"{order.root.rstrip('/')}/{name}") for name in ("whole", "interrupted"))
     _check_empty(order.root, whole, interrupted)
     with scratch() as place:
@@ -100,12 +101,27 @@ def prove(order: ProofOrder, output: Output) -> int:
 def judge(order: ProofOrder, whole: Root, interrupted: Root, folder: FaultFolder, starts: int, output: Output) -> int:
     """Compare two runs that have ended, and report; returns as `prove`. `folder` has the kills of the interrupted run,
     which was started `starts` times."""
-    comparison = Pair(whole, interrupted, RUN).compare(
+    engines = engines_repeat(order.config, Settings.from_environment())
+    comparison = Pair(whole, interrupted, RUN, engines).compare(
         order.config.run.iterations, order.config.evaluate.every, order.seed if order.plant else None
     )
     report = _report(order, whole, interrupted, folder, starts, comparison)
     output.result(report, report_lines(report))
     return 0 if report.identical else 1
+
+
+def check_regenerate(order: ProofOrder, settings: Settings) -> None:
+    """Raises InputError: the interrupted run is to sample for itself, and its engines would give other samples."""
+    if order.regenerate and not engines_repeat(order.config, settings):
+        raise InputError(
+            f"--regenerate: on cards engines do not repeat their samples with device.deterministic = "
+            f"{order.config.device.deterministic!r}: leave it out, or give --set device.deterministic=true"
+        )
+
+
+def engines_repeat(config: RunConfig, settings: Settings) -> bool:
+    """True if engines compute the same bits again from the same weights and samples."""
+    return config.device.deterministic is True or settings.device(config.device.kind) == "cpu"
 
 
 def _check_empty(url: str, *roots: Root) -> None:
@@ -173,6 +189,8 @@ def where_determinism_ends(order: ProofOrder, interrupted: Root, found: Comparis
     metrics = [manifest.metrics for manifest in rollouts if manifest is not None]
     again, equal = (sum(one.get(name) or 0 for one in metrics) for name in ("sampled_again", "sampled_again_equal"))
     repeated = f"of {again:.0f} stored samples that it was asked to repeat, {equal:.0f} are equal bit for bit"
+    if not engines_repeat(order.config, Settings.from_environment()):
+        repeated += "; probes of weight updates and evaluations, which it computes, were not compared"
     return f"none from stored rollouts to weights; the engine is outside the proof: {repeated}"
 
 

@@ -216,6 +216,11 @@ def use_interface_of(address: str) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME=found[0], NCCL_SOCKET_IFNAME=found[0])
 
 
+def use_first_runner() -> None:
+    """Let vLLM take its first model runner in this process: the second one's `PoolingRunner` knows no classifiers."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+
 def set_engine_meeting_place(folder: str) -> None:
     """Say where the processes meet that an engine in this process starts."""
     os.environ[_MEETING_PLACE] = folder

@@ -3,6 +3,7 @@
 import sys
 
 from storage.ownership.scratch import new_folder
+from tasks.config.environment import use_first_runner
 from tasks.data.classifiers import folder_gives_values
 from tasks.engine.own import OwnEngine
 from tasks.engine.protocol import EngineProtocol, EngineSpec, ValuesProtocol
@@ -22,6 +23,7 @@ def start_engine(
     if own is not None:
         return OwnEngine.of(own, spec)
     if folder_gives_values(spec.model_dir):
+        use_first_runner()
         from tasks.engine.vllm.classifier import Classifier
 
         return Classifier(spec)

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from flows.proof.compare import Pair
+from flows.proof.compare import Pair, column_difference
 from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
 from storage.manifest import Manifest, commit
@@ -69,10 +70,39 @@ def test_a_metric_that_differs_in_its_last_bit_is_named(left: Root, tmp_path: Pa
     assert found == ["evaluate of iteration 1: metric reward_mean: 1.0 against 1.0000000000000002"]
 
 
+@pytest.mark.parametrize(
+    ("stage", "of_engines"), [(Stage.EVALUATE, True), (Stage.WEIGHT_SYNC, True), (Stage.REWARD, False)]
+)
+def test_what_engines_measured_is_compared_only_if_they_repeat_it(
+    left: Root, tmp_path: Path, stage: Stage, of_engines: bool
+):
+    def change(manifest: Manifest) -> Manifest:
+        other = {"metrics": {"probe_diff_mean": 0.5}} if manifest.stage == stage else {}
+        return manifest.model_copy(update=other)
+
+    right = make_run(open_root(str(tmp_path / "right")), change)
+    assert {one.stage for one in Pair(left, right, "a").compare(1, 1).differences} >= {stage}
+    found = Pair(left, right, "a", engines=False).compare(1, 1).differences
+    assert (stage in {one.stage for one in found}) != of_engines
+
+
 def test_a_row_that_differs_is_named(left: Root, tmp_path: Path):
     found = differences(left, make_run(open_root(str(tmp_path / "right")), score=0.5))
     assert found[0] == "reward of iteration 1: column reward: 1 of 8 rows differ, first row 7: 1.0 against 0.5"
     assert found[1].startswith("reward of iteration 1: the manifest's identity is ")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ([0.5] * 500 + [1.0], [0.5] * 500 + [2.0], "row 1, element 500: 1.0 against 2.0"),
+        ([[1, 2], [3]], [[1, 2], [4]], "row 1, element 1, element 0: 3 against 4"),
+        ([1, 2], [1], "row 1: [1, 2] against [1]"),
+    ],
+)
+def test_of_a_row_of_many_values_the_first_that_differs_is_named(ours: list[Any], theirs: list[Any], told: str):
+    (found,) = column_difference("logprobs", pa.array([ours[:1], ours]), pa.array([ours[:1], theirs]))
+    assert found == f"column logprobs: 1 of 2 rows differ, first {told}"
 
 
 def test_a_fact_that_differs_is_named(left: Root, tmp_path: Path):

@@ -2,18 +2,19 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from flows.proof.faults import Fault
-from flows.proof.prove import RUN, ProofOrder, ProofReport, _check_empty, prove, report_lines
+from flows.proof.prove import RUN, ProofOrder, ProofReport, _check_empty, check_regenerate, prove, report_lines
 from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import commit
 from storage.ownership.lease import hold
-from tasks.config.environment import with_faults
+from tasks.config.environment import Settings, with_faults
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
 from tasks.stages.names import Stage
@@ -48,6 +49,19 @@ def order(config: RunConfig, iterations: int = 3, **changes) -> ProofOrder:
 def test_a_point_that_cannot_come_is_refused_before_anything_starts(config: RunConfig, given: Fault, message: str):
     with pytest.raises(InputError, match=message):
         prove(order(config, at=(given,)), output=None)  # pyright: ignore[reportArgumentType] - refused before
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "cards", "refused"),
+    [(False, ("0",), True), ("trainer", ("0",), True), (True, ("0",), False), (False, (), False)],
+)
+def test_to_sample_again_is_refused_where_engines_would_give_other_samples(config, deterministic, cards, refused):
+    changed = config.model_copy(update={"device": config.device.model_copy(update={"deterministic": deterministic})})
+    settings = Settings(ray_address=None, gpus=cards)
+    check_regenerate(order(changed), settings)  # learns from stored rollouts
+    told = pytest.raises(InputError, match="--set device.deterministic=true") if refused else nullcontext()
+    with told:
+        check_regenerate(order(changed, regenerate=True), settings)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import urllib.request
 import httpx
 import pytest
 
-from tasks.config.environment import prepare_process, trainer_environment
+from tasks.config.environment import engine_environment, prepare_process, trainer_environment, use_first_runner
 from tasks.workers.ranks import rank_specs
 
 
@@ -20,6 +20,12 @@ def test_trainer_ranks_on_cards_share_the_cores(monkeypatch, cards):
     environment = trainer_environment("cuda", cards, local=True)
     assert int(environment["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // len(cards))
     assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(cards)
+
+
+def test_a_classifier_on_a_card_has_the_runner_that_knows_classifiers(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", engine_environment("cuda", ("0",), True)["VLLM_USE_V2_MODEL_RUNNER"])
+    use_first_runner()
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == engine_environment("cpu", (), True)["VLLM_USE_V2_MODEL_RUNNER"]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
