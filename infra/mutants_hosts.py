@@ -136,6 +136,14 @@ HOSTS = (
         ("tests/tasks/workers/test_stalls.py",),
     ),
     Mutant(
+        "stalls-of-updates-without-a-stage",
+        "an engine or a rank that stands still in a weight update does not say in which stage",
+        "tasks/stages/transaction.py",
+        "pool.submit(copy_context().run, made, call)",
+        "pool.submit(made, call)",
+        ("tests/tasks/workers/test_stalls.py",),
+    ),
+    Mutant(
         "stalls-without-a-stage",
         "a rank that waits for another does not say in which stage",
         "tasks/workers/actors.py",

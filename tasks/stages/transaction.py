@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -256,9 +257,9 @@ def _parts(side: str, processes: Sequence[Sent] | Sequence[Arrived]) -> dict[str
 
 
 def at_once(calls: Sequence[Callable[[], Any]], stop: Callable[[BaseException], object] = lambda _: None) -> list[Any]:
-    """Results of calls that wait for other processes, made at the same time, in order. `stop` is called as soon as one
-    has failed, so that the others do not wait for it. Raises WorkerLost if a process was lost, which explains the
-    errors of those that waited for it; else the first error."""
+    """Results of calls that wait for other processes, made at the same time for the caller's stage, in order. `stop` is
+    called as soon as one has failed, so that the others do not wait for it. Raises WorkerLost if a process was lost,
+    which explains the errors of those that waited for it; else the first error."""
     failures: list[BaseException] = []
 
     def made(call: Callable[[], Any]) -> Any:
@@ -270,7 +271,7 @@ def at_once(calls: Sequence[Callable[[], Any]], stop: Callable[[BaseException], 
             raise
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(made, call) for call in calls]
+        futures = [pool.submit(copy_context().run, made, call) for call in calls]
         try:
             wait(futures)
         except BaseException as error:  # an interruption

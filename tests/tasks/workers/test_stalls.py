@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from tasks.workers.stalls import STALL_S, Watch, within
+from tasks.stages.transaction import at_once
+from tasks.workers.stalls import STALL_S, Watch, current_stage, within
 
 
 class Waiting:
@@ -65,3 +66,8 @@ def test_another_call_in_the_same_place_and_no_call_at_all_are_no_stall(watch, s
         watch.look()
         now[0] += STALL_S
     assert said == []
+
+
+def test_calls_that_a_stage_makes_at_once_belong_to_it():
+    with within("weight-sync of iteration 3"):
+        assert at_once([current_stage] * 2) == ["weight-sync of iteration 3"] * 2
