@@ -12,7 +12,7 @@ from tasks.stages.names import Stage
 from tasks.stages.probe import Difference, Logprobs, agree, check_change, limits, probe_sequences
 from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.transaction import deliver
+from tasks.stages.transaction import at_once, deliver
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle
 from tasks.workers.trainers import TrainerGroup
@@ -68,8 +68,8 @@ class _Probe:
         SyncMismatch: they disagree, or the first engine computes as before though the weights are others."""
         clock = time.perf_counter()
         try:
-            ours = group.logprobs(self._sequences)
-            theirs = [engine.score(self._sequences) for engine in self._engines]
+            sides = (group.logprobs, *(engine.score for engine in self._engines))
+            ours, *theirs = at_once([partial(side, self._sequences) for side in sides])
             agreement = [agree(one, ours, limits(self._work.config)) for one in theirs]
             if before is not None and self._changed(weights_digest):
                 check_change(before, theirs[0])

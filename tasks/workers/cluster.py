@@ -1,11 +1,13 @@
 """Ray: our own local one, which listens on the loopback interface only, or a cluster to attach to."""
 
 import logging
+import math
 import multiprocessing
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
@@ -31,6 +33,7 @@ _ATTACH_DEADLINE_S = 60.0  # with a wrong token Ray itself tries for 20 s or mor
 _CONNECT_DEADLINE_S = 5.0
 _ANSWER_DEADLINE_S = 15.0
 _LINGER_S = 1.0
+_LOOK_S = 5.0  # between two looks at all processes of this machine, each of which takes many milliseconds
 _END_DEADLINE_S = 5.0
 
 _VITAL = ("gcs_server", "raylet")
@@ -48,6 +51,7 @@ class Cluster:
         self._roots: list[psutil.Process] = []
         self._vital: dict[str, psutil.Process] = {}
         self._seen: set[psutil.Process] = set()
+        self._looked = -math.inf  # when all processes were seen last, on the steady clock
         self._folder = ExitStack()
 
     def __enter__(self) -> "Cluster":
@@ -108,7 +112,7 @@ class Cluster:
         ray.shutdown()
         _end(tree)
         self._folder.close()
-        self._roots, self._vital, self._seen = [], {}, set()
+        self._roots, self._vital, self._seen, self._looked = [], {}, set(), -math.inf
         self._started = False
 
     def processes(self) -> list[psutil.Process]:
@@ -146,7 +150,9 @@ class Cluster:
     def _check(self) -> None:
         if dead := [name for name, process in self._vital.items() if not _is_alive(process)]:
             raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; the next attempt starts a new one")
-        self._seen.update(self.processes())
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._seen.update(self.processes())
+            self._looked = time.monotonic()
         late = WorkerLost(f"Ray did not answer within {_ANSWER_DEADLINE_S:g} s; the next attempt starts over")
         if not any(node["Alive"] for node in _within(_ANSWER_DEADLINE_S, ray.nodes, late)):
             raise WorkerLost("Ray has no live node; the next attempt starts over")
