@@ -14,10 +14,12 @@ from tasks.workers.engines import EngineHandle
 
 
 def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:
-    """The run's engines, started if necessary."""
+    """The run's engines, started if necessary. Nothing is in flight at any of them, and what an interrupted rollout had
+    there is stored: with newer weights it would go on as another response."""
     engines = context.workers.engines(model_directory(context, prepared))
     for number, engine in enumerate(engines):
         await_start(context, engine, f"engine {number}", engine.identity)
+    keep_left(context.root, engines)
     return engines
 
 
@@ -34,10 +36,9 @@ def rest(context: RunContext, prepared: Prepared) -> None:
 def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> list[EngineHandle]:
     """Engines that hold the weights that the weight-sync stage `served` recorded. An engine that is new, or holds
     something else, gets them from the trainer ranks, if they hold the train state of that iteration, else from its
-    stored weights alone: the ranks still hold what they held before. The other engines are left alone. Nothing is in
-    flight at any of them, and what an interrupted rollout had there is stored. The trainer ranks release what
-    `train.memory` names. Raises SyncMismatch: the stored state gives other weights than those
-    recorded, or they did not arrive."""
+    stored weights alone: the ranks still hold what they held before. The other engines are left alone. As in
+    `engines_of` nothing is in flight at any of them. The trainer ranks release what `train.memory` names. Raises
+    SyncMismatch: the stored state gives other weights than those recorded, or they did not arrive."""
     if not context.beside:
         release(context, trainers(context, prepared))
     engines = engines_of(context, prepared)
@@ -46,7 +47,6 @@ def ensure_served(context: RunContext, prepared: Prepared, served: Served) -> li
     if lacking:
         with context.turn:
             _bring(context, prepared, served, lacking)
-    keep_left(context.root, engines)
     return engines
 
 
