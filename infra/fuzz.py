@@ -3,12 +3,13 @@
     python -m infra.fuzz [--operations N] [--seed S] [--runs R] [--ahead K] [--most-prompts M]
         [--max-staleness B]
 
-Each operation is done in two roots: in one undisturbed, in the other with kills at random points, with objects that
-age by days, with cleaning in between, and with records that are lost, copied, moved or damaged and then restored. The
-operations are driving, doing stages again, choosing, retention, cleaning, archives, retraining with new scores, imports
-and evaluations on request; over the small workers of `tests/small`. After each: both roots are sound, each revision is
-one chain, and both have the same results. While a record is harmed: the head is the same or is refused, `verify` names
-the harm, and the other runs are listed and cleaned. The exit code is the number of findings, at most 100.
+Each operation is done in two roots: in one undisturbed, in the other with kills at random points, other runtime
+settings after each, with objects that age by days, with cleaning in between, and with records that are lost, copied,
+moved or damaged and then restored. The operations are driving, doing stages again, choosing, retention, cleaning,
+archives, retraining with new scores, imports and evaluations on request; over the small workers of `tests/small`. After
+each: both roots are sound, each revision is one chain, and both have the same results. While a record is harmed: the
+head is the same or is refused, `verify` names the harm, and the other runs are listed and cleaned. The exit code is the
+number of findings, at most 100.
 """
 
 import argparse
@@ -58,6 +59,12 @@ from tests.storage.runs import age
 
 logger = logging.getLogger("fuzz")
 _NEVER = 10**9
+_CHANGES = {
+    "rollout.increments.tokens": (1, 2, 256),
+    "engine.count": (1, 2, 3),
+    "engine.max_num_seqs": (1, 4, 512),
+    "sync.in_flight": ("abort", "wait", "keep"),
+}
 _REDONE = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
 
 
@@ -176,6 +183,7 @@ class Side:
         keep = [f"storage.keep_newest={operation.keep}"] if operation.keep else []
         useful = ("rollout.prompts=3", f"rollout.most_prompts={self.most}", "train.policy.leave_out_equal_groups=true")
         more = [f"rollout.ahead={self.ahead}", f"storage.save_every={operation.save_every}", *keep]
+        more += [f"{name}={self.kills.choice(values)}" for name, values in _CHANGES.items()] if self.kills else []
         given = [*more, *(useful if self.most else ()), *(in_flight(self.bound) if self.bound else ())]
         return small_config([f"run.iterations={operation.iterations}", "evaluate.every=2", *given])
 

@@ -1,15 +1,17 @@
 """Kills processes of a run of the real stack at random moments, and compares it with a run that nothing interrupts.
 
     python -m infra.fuzz_stack FILE --root FOLDER [--iterations N] [--kills K] [--seed S] [--within SECONDS]
-        [--open SHARE] [--failures F] [--set SETTING ...]
+        [--open SHARE] [--second SHARE] [--failures F] [--set SETTING ...]
 
-Each kill is a SIGKILL of the driver, of an engine or of a trainer rank, whichever chance takes of those that live, a
-random time of at most `--within` seconds after a stage was committed or, for a share of the kills, after an increment
-was stored. The report is that of `ratchet prove-resume`, which kills at named points, and before it a line for each
-kill, with the tokens that increments of open responses had at the kill, those with which an engine went on, and those
-that it sampled again; and a line with the counts below. The exit code is 0 only if both runs have the same bits, no
-draw of a prompt is skipped or repeated, and no stored token is sampled again. FOLDER keeps both runs; with another seed
-the undisturbed one is used again.
+Each kill is a SIGKILL of the driver, of Ray's node, of an engine, of a trainer rank or of a process that waits for the
+place of one, whichever chance takes of those that live, a random time of at most `--within` seconds after a stage was
+committed or, for a share of the kills, after an increment was stored. After a share of the kills that the driver
+outlives, `--second`, another one comes within that time whatever is stored: while what died is replaced. The report is
+that of `ratchet prove-resume`, which kills at named points, and before it a line for each kill, with the tokens that
+increments of open responses had at the kill, those with which an engine went on, and those that it sampled again; and a
+line with the counts below. The exit code is 0 only if both runs have the same bits, no draw of a prompt is skipped or
+repeated, and no stored token is sampled again. FOLDER keeps both runs; with another seed the undisturbed one is used
+again.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-from flows.proof.faults import FLOW, FaultFolder
+from flows.proof.faults import FLOW, NODE, FaultFolder
 from flows.proof.prove import RUN, ProofOrder, judge, start
 from flows.views.output import Output
 from infra.fuzz import drawn_wrongly, draws
@@ -97,6 +99,8 @@ class Disturbed:
     """Longest time from the commit of a stage, or from an increment, to a kill, seconds."""
     share: float
     """Share of the kills that wait for an increment."""
+    second: float
+    """Share of the kills after which another one waits for nothing."""
     failures: int
     """Starts that may fail without a kill, as Ray's do on a machine with too much to do."""
     kills: list[Kill] = field(default_factory=list)
@@ -104,6 +108,7 @@ class Disturbed:
     def __post_init__(self) -> None:
         self._chance, self._clock = random.Random(self.order.seed), time.monotonic()
         self._journal = self.folder.path / "asked.jsonl"
+        self._replacing = False  # True if the driver has outlived the last kill
 
     def journal(self) -> list[Asked]:
         """Batches that engines were asked for."""
@@ -125,11 +130,12 @@ class Disturbed:
         raise AssertionError
 
     def _moment(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait until one more stage is committed, or one more increment stored, and for a random time; False if the
-        process ends before."""
+        """Wait until one more stage is committed, or one more increment stored, or for neither, and for a random time;
+        False if the process ends before."""
         kind = "increments" if self._chance.random() < self.share else "manifests"
         before, wait = self._stored(kind), self._chance.uniform(0, self.within)
-        while process.poll() is None and self._stored(kind) <= before:
+        at_once = self._replacing and self._chance.random() < self.second
+        while not at_once and process.poll() is None and self._stored(kind) <= before:
             time.sleep(_LOOK_S)
         try:
             process.wait(wait)
@@ -144,6 +150,7 @@ class Disturbed:
         victims = {FLOW: driver, **dict(workers(driver))}
         victim = self._chance.choice(sorted(victims))
         psutil.Process(victims[victim]).kill()
+        self._replacing = victim != FLOW
         self.folder.note(victim)
         place = f"{time.monotonic() - self._clock:.1f} s, after {self.folder.delivered()[-1]}"
         self.kills.append(Kill(place, open_tokens(self.root, RUN), len(self.journal())))
@@ -151,11 +158,13 @@ class Disturbed:
 
 
 def workers(driver: int) -> Iterator[tuple[str, int]]:
-    """Process ids of the engines and ranks that live below a driver, by kind and number."""
+    """Process ids of the engines and ranks that live or wait below a driver, by kind and number, and of Ray's node."""
     count = {"engine": itertools.count(), "trainer": itertools.count()}
     for one in psutil.Process(driver).children(recursive=True):
         try:
-            if one.cmdline()[:1] and one.cmdline()[0].startswith(_ACTOR):
+            if one.name() == "raylet":
+                yield NODE, one.pid
+            elif one.cmdline()[:1] and one.cmdline()[0].startswith(_ACTOR):
                 kind = "engine" if _OF_ENGINES in one.environ() else "trainer"
                 yield f"{kind}-{next(count[kind])}", one.pid
         except psutil.Error:  # it has just ended
@@ -195,6 +204,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims")
     parser.add_argument("--within", type=float, default=8.0, help="longest time from a commit to a kill, seconds")
     parser.add_argument("--open", type=float, default=0.0, help="share of kills that wait for an increment instead")
+    parser.add_argument("--second", type=float, default=0.0, help="share of kills after which one comes at once")
     parser.add_argument("--failures", type=int, default=0, help="starts that may fail without a kill, as Ray's may")
     parser.add_argument("--set", action="append", default=[], dest="settings", help="section.key=value")
     given = parser.parse_args()
@@ -210,7 +220,7 @@ def main() -> int:
             one.plan([])
         if code := start(order, whole, calm).wait():
             raise StageFailed(f"the undisturbed run ended with exit code {code}: see its own message above")
-        run = Disturbed(order, root, faults, given.within, given.open, given.failures)
+        run = Disturbed(order, root, faults, given.within, given.open, given.second, given.failures)
         starts = run.run()
         found = counts(whole, run)
         logger.info("%s", ", ".join(f"{name} {value:g}" for name, value in found.items()))
