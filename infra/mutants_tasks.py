@@ -242,6 +242,14 @@ TASKS = (
         ("tests/tasks/workers/test_cluster.py",),
     ),
     Mutant(
+        "looks-at-all-processes",
+        "each call of a stage looks at all processes of the machine, 0.4 s while a state is being stored",
+        "tasks/workers/cluster.py",
+        "        if self._vital and time.monotonic()",
+        "        if not self._vital and time.monotonic()",
+        ("tests/tasks/workers/test_cluster.py",),
+    ),
+    Mutant(
         "cluster-not-released",
         "the processes of a complete run stay on the cluster",
         "tasks/workers/fleet.py",

@@ -33,7 +33,7 @@ _ATTACH_DEADLINE_S = 60.0  # with a wrong token Ray itself tries for 20 s or mor
 _CONNECT_DEADLINE_S = 5.0
 _ANSWER_DEADLINE_S = 15.0
 _LINGER_S = 1.0
-_LOOK_S = 5.0  # between two looks at all processes of this machine, each of which takes many milliseconds
+_LOOK_S = 5.0  # between two looks at all processes of this machine; one took 0.4 s while a state was being stored
 _END_DEADLINE_S = 5.0
 
 _VITAL = ("gcs_server", "raylet")
@@ -51,7 +51,7 @@ class Cluster:
         self._roots: list[psutil.Process] = []
         self._vital: dict[str, psutil.Process] = {}
         self._seen: set[psutil.Process] = set()
-        self._looked = -math.inf  # when all processes were seen last, on the steady clock
+        self._looked = -math.inf  # time of the last look and answer, on the steady clock
         self._folder = ExitStack()
 
     def __enter__(self) -> "Cluster":
@@ -94,8 +94,9 @@ class Cluster:
         self._started = True
 
     def check_alive(self) -> None:
-        """Make sure that Ray, if it was started, still answers. Raises WorkerLost: it does not. Its remains have been
-        cleared away, so the next `start` starts a new one."""
+        """Make sure that Ray, if it was started, lives. Raises WorkerLost: a process of our own has ended, or Ray does
+        not answer, which our own is asked every few seconds. Its remains have been cleared away, so the next `start`
+        starts a new one."""
         if not self._started:
             return
         try:
@@ -150,12 +151,13 @@ class Cluster:
     def _check(self) -> None:
         if dead := [name for name, process in self._vital.items() if not _is_alive(process)]:
             raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; the next attempt starts a new one")
-        if time.monotonic() - self._looked >= _LOOK_S:
-            self._seen.update(self.processes())
-            self._looked = time.monotonic()
+        if self._vital and time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._seen.update(self.processes())
         late = WorkerLost(f"Ray did not answer within {_ANSWER_DEADLINE_S:g} s; the next attempt starts over")
         if not any(node["Alive"] for node in _within(_ANSWER_DEADLINE_S, ray.nodes, late)):
             raise WorkerLost("Ray has no live node; the next attempt starts over")
+        self._looked = time.monotonic()
 
 
 @contextmanager

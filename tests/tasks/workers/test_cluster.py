@@ -150,6 +150,25 @@ def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
     started.check_alive()
 
 
+class Looking(Cluster):
+    """A Ray of one process, which is this one."""
+
+    looks = 0
+
+    def processes(self):
+        self.looks += 1
+        return [psutil.Process()]
+
+
+def test_stages_that_follow_each_other_do_not_look_at_all_processes_each(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    cluster = Looking(LOCAL)
+    cluster._started, cluster._vital = True, {"raylet": psutil.Process()}
+    for _ in range(3):
+        cluster.check_alive()
+    assert cluster.looks == 1
+
+
 @pytest.mark.parametrize("kind", [Exception, RuntimeError, OSError])
 def test_a_ray_that_does_not_start_is_a_lost_worker_so_that_the_stage_is_tried_again(monkeypatch, kind):
     def late(**_):
