@@ -250,6 +250,14 @@ TASKS = (
         ("tests/tasks/workers/test_cluster.py",),
     ),
     Mutant(
+        "a-dead-node-costs-two-attempts",
+        "a stage whose node dies spends one attempt more on finding that it is dead",
+        "tasks/workers/fleet.py",
+        "            if not self._cluster.local:\n                raise\n",
+        "            raise\n",
+        ("tests/tasks/workers/test_fleet.py",),
+    ),
+    Mutant(
         "cluster-not-released",
         "the processes of a complete run stay on the cluster",
         "tasks/workers/fleet.py",

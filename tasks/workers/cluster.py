@@ -150,7 +150,7 @@ class Cluster:
 
     def _check(self) -> None:
         if dead := [name for name, process in self._vital.items() if not _is_alive(process)]:
-            raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; the next attempt starts a new one")
+            raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; a new one is started")
         if self._vital and time.monotonic() - self._looked < _LOOK_S:
             return
         self._seen.update(self.processes())

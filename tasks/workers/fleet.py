@@ -94,19 +94,6 @@ class Fleet:
         apart = isinstance(self.folders, HostFolders) and bool(self.folders.others)
         return found.model_copy(update={"apart": True}) if apart else found
 
-    def check_alive(self) -> None:
-        """Make sure that Ray, if it was started, still answers.
-
-        Raises:
-            WorkerLost: it does not; the next call starts everything again.
-        """
-        try:
-            self._cluster.check_alive()
-        except WorkerLost:
-            self._engines, self._judge, self._trainers, self._ranks = [], None, None, None
-            self._standby = Standby(self._run)
-            raise
-
     def expect(self) -> None:
         """As `Workers.expect`. On a cluster nothing is begun: processes of an earlier start may live there."""
         if not self._cluster.local:
@@ -255,7 +242,16 @@ class Fleet:
         return seats.nodes[bundle], seats.options(bundle, taken(self._config, self.device)[role])
 
     def _connect(self) -> None:
-        self.check_alive()
+        """Have a Ray, in place of our own one if that has ended: not at the next attempt, of which a stage has few.
+        Raises WorkerLost: a cluster does not answer any more; the next call starts everything again."""
+        try:
+            self._cluster.check_alive()
+        except WorkerLost as loss:
+            self._engines, self._judge, self._trainers, self._ranks = [], None, None, None
+            self._standby = Standby(self._run)
+            if not self._cluster.local:
+                raise
+            logger.warning("%s", loss)
         self._cluster.start()
 
     def engine_spec(self, model_dir: Path) -> EngineSpec:

@@ -227,6 +227,27 @@ def test_on_a_cluster_a_later_process_finds_the_engine_as_it_was(model, tmp_path
         assert not [name for name in ray.util.list_named_actors() if name.startswith("run/")]
 
 
+class Ended(Cluster):
+    """A Ray that has ended."""
+
+    starts = 0
+
+    def check_alive(self):
+        raise WorkerLost("raylet of the local Ray ended; a new one is started")
+
+    def start(self):
+        self.starts += 1
+
+
+def test_a_ray_of_our_own_that_has_ended_is_replaced_at_once_and_a_cluster_at_the_next_attempt(tmp_path, caplog):
+    config = config_of(str(tmp_path))
+    Fleet("run", config, ours := Ended(LOCAL))._connect()
+    assert (ours.starts, caplog.messages) == (1, ["raylet of the local Ray ended; a new one is started"])
+    with pytest.raises(WorkerLost):
+        Fleet("run", config, others := Ended(Settings(ray_address="10.77.0.1:6379", gpus=())))._connect()
+    assert others.starts == 0
+
+
 def test_with_cards_of_a_cluster_no_process_can_stand_by(tmp_path):
     asked = {"workers": {"standby": 1}, "device": {"kind": "cuda"}}
     config = parse_config({**config_of(str(tmp_path)).model_dump(mode="json"), **asked}, "test")
