@@ -45,6 +45,14 @@ TRAINER_CORE = (
         _CHECKPOINT,
     ),
     Mutant(
+        "fp8-by-request",
+        "a variable of the environment turns FP8 off in the backward pass, and no layer is asked",
+        "trainer_core/model/passes.py",
+        "        self.model.check_numbers()\n",
+        "",
+        (f"{_EFFECTIVE[0]}::test_a_layer_that_does_not_multiply_by_the_recipe_is_named_after_the_first_pass",),
+    ),
+    Mutant(
         "recorded-batch-again",
         "a recorded micro-batch is launched again with its own samples instead of the next ones",
         "trainer_core/model/replay.py",

@@ -4,6 +4,7 @@ A row names a setting and reads it from the modules, buffers and optimizers that
 objects are compared as well, but they hold requests, not effects.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,6 +25,9 @@ Value = str | int | float | bool | None
 Effective = dict[str, Value]  # settings that took effect, by name, in plain JSON types
 
 _TE_ATTENTION = {"deterministic", "qkv_format"}  # what Transformer Engine's attention holds
+_TENSORWISE: dict[str, Value] = {  # Transformer Engine's recipe of that name, whose defaults NVTE_* variables change
+    "recipe": "Float8CurrentScaling", "fp8_format": "HYBRID", "use_power_2_scales": False, "backward_override": None,
+}  # fmt: skip
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transformer Engine's name and Megatron's
 
 
@@ -175,6 +179,29 @@ def read_layers(parallel: ParallelConfig, live: Built) -> Effective:
     held = sum(len(block.layers) for block in blocks)
     compare("layers of this rank", stages[rank] if stages else None, held)
     return {"layers of this rank": held}
+
+
+def check_fp8(live: Built) -> None:
+    """Compare the numbers that each linear layer of the blocks has multiplied in its last pass with `tensorwise`.
+    Raises InputError, which names the layer: it computed in higher precision, or by another recipe."""
+    linears = {id(one) for one in live.linears}
+    for name, module in (pair for chunk in live.chunks for pair in chunk.module.named_modules()):
+        held = _fp8_of(vars(module)) if id(module) in linears else _TENSORWISE
+        if held != _TENSORWISE:
+            variables = ((one, value) for one, value in os.environ.items() if "ATTN" not in one)  # Megatron sets these
+            given = [f"{one}={value}" for one, value in variables if one.startswith("NVTE_")]
+            fact = f'train.fp8 = "tensorwise" is {_TENSORWISE}, but {name.removeprefix("module.")} computed with {held}'
+            repair = f"unset what changes Transformer Engine ({', '.join(given) or 'no NVTE_ variable is set here'})"
+            raise InputError(f"{fact}: {repair}, or leave train.fp8 out")
+
+
+def _fp8_of(own: dict[str, Any]) -> dict[str, Value] | str:
+    """What Transformer Engine keeps of a layer's last forward pass, which decides about its backward pass too."""
+    if not own.get("fp8"):
+        return "numbers in higher precision"
+    recipe = own["fp8_meta"]["recipe"]
+    found = {name: value for name, value in vars(recipe).items() if name in _TENSORWISE}
+    return {"recipe": type(recipe).__name__, **found, "fp8_format": recipe.fp8_format.name}
 
 
 def check_effective(provider: TransformerConfig, wanted: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from trainer_core.config import (
 )
 from trainer_core.lora import check_targets
 from trainer_core.model.adapters import Adapters, adapt
-from trainer_core.model.effective import MODEL, Built, Effective, check_effective, read_back, read_layers
+from trainer_core.model.effective import MODEL, Built, Effective, check_effective, check_fp8, read_back, read_layers
 from trainer_core.model.memory import Residence
 from trainer_core.model.micro_batch import MicroBatch
 from trainer_core.model.routers import Balance, Replay, prepare_routers
@@ -153,6 +153,11 @@ class Model:
             yield
         finally:
             self.config.finalize_model_grads_func = reduction
+
+    def check_numbers(self) -> None:
+        """Compare the numbers that a pass has multiplied with `train.fp8`. Raises InputError, which names the layer."""
+        if self.config.fp8:
+            check_fp8(Built(self.chunks, self.config.num_layers))
 
     def reduce(self, tokens: torch.Tensor) -> None:
         """Divide and reduce the gradients of a pass in `unreduced`, over this replica's () `tokens`. Collective."""

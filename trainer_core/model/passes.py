@@ -151,7 +151,7 @@ class Passes:
             output = self.model.forward(module, batch)
             return output, partial(finish, batch)
 
-        return get_forward_backward_func()(
+        reports = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=source,
             model=list(self.model.chunks),
@@ -160,6 +160,8 @@ class Passes:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        self.model.check_numbers()
+        return reports
 
     def _logprobs(
         self, batch: MicroBatch, logits: torch.Tensor, temperature: float, entropy: EntropyUse

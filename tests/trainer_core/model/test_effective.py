@@ -1,8 +1,10 @@
 """The trainer reads Megatron's settings back from the live parts; one that did not take effect stops it."""
 
 import json
+import os
 import types
 
+import numpy as np
 import pytest
 
 from storage.errors import InputError
@@ -114,6 +116,63 @@ def test_every_setting_is_read_from_the_live_parts(model_dir):
         "experts.auxiliary_loss", "experts.bias_update_rate", "experts.replay", "experts: dispatcher",
         "megatron.attention", "parallel.expert", "parallel.expert_tensor", "parallel.virtual_pipeline", "precision",
     ]  # fmt: skip
+
+
+class Float8CurrentScaling:
+    """Transformer Engine's recipe of that name, as its layers hold it after a pass."""
+
+    def __init__(self, **changes):
+        vars(self).update(
+            fp8_format=types.SimpleNamespace(name="HYBRID"), use_power_2_scales=False, backward_override=None
+        )
+        vars(self).update(changes)
+
+
+class MXFP8BlockScaling(Float8CurrentScaling):
+    pass
+
+
+def told_by_layers(trainer):
+    """Refusals of a pass with FP8 over layers that say they multiplied by a recipe; one of them says something else."""
+    trainer.import_model()
+    os.environ["NVTE_BACKWARD_OVERRIDE"] = "dequantized"  # of this rank's process
+    model = trainer._model
+    layers = [module for module in model.modules[0].modules() if "gradient_accumulation_fusion" in vars(module)]
+    layers.remove(model.modules[0].output_layer)
+    odd = {
+        "none": {"fp8": True},
+        "excluded": {"fp8": False},
+        "override": {"fp8_meta": {"recipe": Float8CurrentScaling(backward_override="dequantized")}},
+        "powers of two": {"fp8_meta": {"recipe": Float8CurrentScaling(use_power_2_scales=True)}},
+        "another recipe": {"fp8_meta": {"recipe": MXFP8BlockScaling()}},
+    }
+    found = {}
+    for name, changes in odd.items():
+        for layer in layers:
+            vars(layer).update(fp8=True, fp8_meta={"recipe": Float8CurrentScaling()})
+        vars(model.modules[0].decoder.layers[1].mlp.linear_fc1).update(changes)
+        model.config.fp8 = "hybrid"
+        try:
+            trainer.logprobs([np.array([1, 2, 3], np.int32)])
+            found[name] = None
+        except InputError as error:
+            found[name] = str(error)
+        model.config.fp8 = None
+        trainer.logprobs([np.array([1, 2, 3], np.int32)])  # without FP8 no layer is asked
+    return found
+
+
+def test_a_layer_that_does_not_multiply_by_the_recipe_is_named_after_the_first_pass(model_dir):
+    (found,) = run_trainers(model_dir, plain(), told_by_layers)
+    assert found.pop("none") is None
+    said = {
+        "excluded": "numbers in higher precision", "override": "'backward_override': 'dequantized'",
+        "powers of two": "'use_power_2_scales': True", "another recipe": "'recipe': 'MXFP8BlockScaling'",
+    }  # fmt: skip
+    for name, words in said.items():
+        assert "but decoder.layers.1.mlp.linear_fc1 computed with" in found[name]
+        assert words in found[name].split("computed with")[1]
+        assert "unset what changes Transformer Engine (NVTE_BACKWARD_OVERRIDE=dequantized)" in found[name]
 
 
 def stored(trainer, folder):
