@@ -25,9 +25,10 @@ Value = str | int | float | bool | None
 Effective = dict[str, Value]  # settings that took effect, by name, in plain JSON types
 
 _TE_ATTENTION = {"deterministic", "qkv_format"}  # what Transformer Engine's attention holds
-_TENSORWISE: dict[str, Value] = {  # Transformer Engine's recipe of that name, whose defaults NVTE_* variables change
+_TENSORWISE: dict[str, Value] = {  # Transformer Engine's recipe of that name, whose defaults variables change
     "recipe": "Float8CurrentScaling", "fp8_format": "HYBRID", "use_power_2_scales": False, "backward_override": None,
 }  # fmt: skip
+_CHANGES_FP8 = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transformer Engine's name and Megatron's
 
 
@@ -186,22 +187,24 @@ def check_fp8(live: Built) -> None:
     Raises InputError, which names the layer: it computed in higher precision, or by another recipe."""
     linears = {id(one) for one in live.linears}
     for name, module in (pair for chunk in live.chunks for pair in chunk.module.named_modules()):
-        held = _fp8_of(vars(module)) if id(module) in linears else _TENSORWISE
-        if held != _TENSORWISE:
-            variables = ((one, value) for one, value in os.environ.items() if "ATTN" not in one)  # Megatron sets these
-            given = [f"{one}={value}" for one, value in variables if one.startswith("NVTE_")]
-            fact = f'train.fp8 = "tensorwise" is {_TENSORWISE}, but {name.removeprefix("module.")} computed with {held}'
-            repair = f"unset what changes Transformer Engine ({', '.join(given) or 'no NVTE_ variable is set here'})"
+        if id(module) in linears and (odd := _odd_numbers(vars(module))):
+            given = [f"{one}={value}" for one, value in os.environ.items() if one in _CHANGES_FP8]
+            repair = f"unset {', '.join(given)}" if given else "use the pinned Transformer Engine and megatron-core"
+            fact = f'train.fp8 = "tensorwise", but {name.removeprefix("module.")} computed {odd}'
             raise InputError(f"{fact}: {repair}, or leave train.fp8 out")
 
 
-def _fp8_of(own: dict[str, Any]) -> dict[str, Value] | str:
-    """What Transformer Engine keeps of a layer's last forward pass, which decides about its backward pass too."""
+def _odd_numbers(own: dict[str, Any]) -> str:
+    """What differs from `tensorwise` in what Transformer Engine keeps of a layer's last forward pass, which decides
+    about its backward pass too; empty if nothing does."""
     if not own.get("fp8"):
-        return "numbers in higher precision"
+        return "in higher precision"
     recipe = own["fp8_meta"]["recipe"]
-    found = {name: value for name, value in vars(recipe).items() if name in _TENSORWISE}
-    return {"recipe": type(recipe).__name__, **found, "fp8_format": recipe.fp8_format.name}
+    held = {**vars(recipe), "recipe": type(recipe).__name__, "fp8_format": recipe.fp8_format.name}
+    odd = [
+        f"{name} {held[name]!r} in place of {wanted!r}" for name, wanted in _TENSORWISE.items() if held[name] != wanted
+    ]
+    return f"with {', '.join(odd)}" if odd else ""
 
 
 def check_effective(provider: TransformerConfig, wanted: dict[str, Any]) -> None:

@@ -166,13 +166,15 @@ def test_a_layer_that_does_not_multiply_by_the_recipe_is_named_after_the_first_p
     (found,) = run_trainers(model_dir, plain(), told_by_layers)
     assert found.pop("none") is None
     said = {
-        "excluded": "numbers in higher precision", "override": "'backward_override': 'dequantized'",
-        "powers of two": "'use_power_2_scales': True", "another recipe": "'recipe': 'MXFP8BlockScaling'",
+        "excluded": "in higher precision", "override": "with backward_override 'dequantized' in place of None",
+        "powers of two": "with use_power_2_scales True in place of False",
+        "another recipe": "with recipe 'MXFP8BlockScaling' in place of 'Float8CurrentScaling'",
     }  # fmt: skip
     for name, words in said.items():
-        assert "but decoder.layers.1.mlp.linear_fc1 computed with" in found[name]
-        assert words in found[name].split("computed with")[1]
-        assert "unset what changes Transformer Engine (NVTE_BACKWARD_OVERRIDE=dequantized)" in found[name]
+        assert (
+            f"but decoder.layers.1.mlp.linear_fc1 computed {words}: unset NVTE_BACKWARD_OVERRIDE=dequantized, "
+            in (found[name])
+        )
 
 
 def stored(trainer, folder):
