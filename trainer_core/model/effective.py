@@ -4,7 +4,6 @@ A row names a setting and reads it from the modules, buffers and optimizers that
 objects are compared as well, but they hold requests, not effects.
 """
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,10 +24,12 @@ Value = str | int | float | bool | None
 Effective = dict[str, Value]  # settings that took effect, by name, in plain JSON types
 
 _TE_ATTENTION = {"deterministic", "qkv_format"}  # what Transformer Engine's attention holds
-_TENSORWISE: dict[str, Value] = {  # Transformer Engine's recipe of that name, whose defaults variables change
+_TENSORWISE: dict[str, Value] = {  # Transformer Engine's recipe of that name
     "recipe": "Float8CurrentScaling", "fp8_format": "HYBRID", "use_power_2_scales": False, "backward_override": None,
 }  # fmt: skip
-_CHANGES_FP8 = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+_VARIABLES = {  # those of the environment, by what they change in it
+    "backward_override": "NVTE_BACKWARD_OVERRIDE", "use_power_2_scales": "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+}  # fmt: skip
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")  # Transformer Engine's name and Megatron's
 
 
@@ -188,23 +189,21 @@ def check_fp8(live: Built) -> None:
     linears = {id(one) for one in live.linears}
     for name, module in (pair for chunk in live.chunks for pair in chunk.module.named_modules()):
         if id(module) in linears and (odd := _odd_numbers(vars(module))):
-            given = [f"{one}={value}" for one, value in os.environ.items() if one in _CHANGES_FP8]
-            repair = f"unset {', '.join(given)}" if given else "use the pinned Transformer Engine and megatron-core"
-            fact = f'train.fp8 = "tensorwise", but {name.removeprefix("module.")} computed {odd}'
+            shown = ", ".join(f"{one} {held!r} in place of {_TENSORWISE[one]!r}" for one, held in odd.items())
+            unset = [variable for one, variable in _VARIABLES.items() if one in odd]
+            repair = f"unset {', '.join(unset)}" if unset else "use the pinned Transformer Engine and megatron-core"
+            fact = f'train.fp8 = "tensorwise", but {name.removeprefix("module.")} computed with {shown}'
             raise InputError(f"{fact}: {repair}, or leave train.fp8 out")
 
 
-def _odd_numbers(own: dict[str, Any]) -> str:
-    """What differs from `tensorwise` in what Transformer Engine keeps of a layer's last forward pass, which decides
-    about its backward pass too; empty if nothing does."""
+def _odd_numbers(own: dict[str, Any]) -> dict[str, Value]:
+    """Differences to `tensorwise` in what Transformer Engine keeps of a layer's last forward pass, which decides about
+    its backward pass too."""
     if not own.get("fp8"):
-        return "in higher precision"
+        return {"recipe": "none: higher precision"}
     recipe = own["fp8_meta"]["recipe"]
     held = {**vars(recipe), "recipe": type(recipe).__name__, "fp8_format": recipe.fp8_format.name}
-    odd = [
-        f"{name} {held[name]!r} in place of {wanted!r}" for name, wanted in _TENSORWISE.items() if held[name] != wanted
-    ]
-    return f"with {', '.join(odd)}" if odd else ""
+    return {name: held[name] for name, wanted in _TENSORWISE.items() if held[name] != wanted}
 
 
 def check_effective(provider: TransformerConfig, wanted: dict[str, Any]) -> None:
