@@ -200,8 +200,8 @@ def token_bytes(backend: Backend) -> list[bytes]:
 def _added(backend: Backend, token: int, begun: str, text: str) -> bytes:
     if not text.startswith(begun):
         raise InputError(
-            f"rollout.stop cannot be used with this tokenizer: its token {token} changes the text before it ({text!r} "
-            f"after {begun!r}). Set rollout.stop_tokens instead"
+            f"no text can end a response with this tokenizer: its token {token} changes the text before it ({text!r} "
+            f"after {begun!r}). Leave out rollout.stop, or stop of a request, and set rollout.stop_tokens"
         )
     added = text.removeprefix(begun)
     return _raw(backend.token_text(token)) or added.encode() if _UNDECODED in added else added.encode()

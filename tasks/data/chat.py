@@ -60,8 +60,7 @@ class Template:
         """The text that the model is to answer. Raises InputError: the template refuses the messages, loses some of
         what they say, or does not open the turn."""
         text = self.codec.render(chat, answering=True)
-        for number, message in enumerate(chat.messages, 1):
-            _check_message(message, number, text, say)
+        check_messages(chat.messages, text, say)
         _check_given(_leaves(chat.tools, ("name", "description")), text, "the tools")
         frame = self._frame(chat)
         if self.codec.render(chat, answering=False) == text:
@@ -199,8 +198,14 @@ def _another(text: str, whole: str, message: Message) -> str:
     )
 
 
+def check_messages(messages: Sequence[Message], text: str, say: Say, before: int = 0) -> None:
+    """Refuse a text that lacks what messages say, and tell what of them the template may leave out. There are so many
+    messages `before` them. Raises InputError."""
+    for number, message in enumerate(messages, before + 1):
+        _check_message(message, number, text, say)
+
+
 def _check_message(message: Message, number: int, text: str, say: Say) -> None:
-    """Refuse a prompt that lacks what a message says, and tell what of it the template may leave out."""
     role, content = str(message["role"]), str(message["content"])
     after = _CLOSED.split(content)[-1].strip()
     if content not in text:

@@ -58,6 +58,8 @@ class RecordedSampler(Sampler):
         place = hashlib.blake2b(question, digest_size=16).hexdigest()
         if place not in self._known:
             answer = await self._sampler.sample(prompt, seed, sampling)
+            if answer.finish_reason == "abort":  # it is none, and is asked for again
+                return answer
             event = called_with(answer, detail=place)
             kept = asyncio.run_coroutine_threadsafe(self._noted(event), self._loop)
             await asyncio.shield(asyncio.wrap_future(kept))  # others are stored with it

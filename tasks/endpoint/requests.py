@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from tasks.config.rollout import STOP_BYTES
+from tasks.data.values import flaw
+from tasks.data.values import parsed as json_of
 from tasks.engine.protocol import Sampling
 from tasks.rewards.words import shortened, shown
 
@@ -90,6 +92,13 @@ class _Message(BaseModel, frozen=True):
         return Message(role, _text(self.content, place), calls, self.tool_call_id, self.name, reasoning)
 
 
+def _offered(tool: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """A tool as it is given: templates show all of it, in its order."""
+    if isinstance(function := tool.get("function"), dict) and isinstance(function.get("name"), str):
+        return tool
+    raise ValueError("a tool is a function with a name")
+
+
 class StreamOptions(BaseModel, frozen=True):
     """Options of a streamed answer."""
 
@@ -160,7 +169,7 @@ class ChatRequest(_Request, frozen=True):
     """A request of `/v1/chat/completions`."""
 
     messages: list[_Message] = Field(min_length=1)
-    tools: list[dict[str, JsonValue]] | None = None
+    tools: list[Annotated[dict[str, JsonValue], AfterValidator(_offered)]] | None = None
     tool_choice: JsonValue = "auto"
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -185,15 +194,13 @@ def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
         fact = f"the request has {len(body)} bytes, and at most {most} are accepted"
         raise Refused(f"{fact}: send less text", "request_too_large", 413)
     try:
-        document = json.loads(body.decode(), parse_constant=_no_number)
+        document = json_of(body.decode())
         if b"\\ud" in body.lower():  # half of a surrogate pair is no text
             json.dumps(document, ensure_ascii=False).encode()
         return kind.model_validate(document)
     except UnicodeError as error:
         fact = f"the request is not UTF-8 ({error.reason if isinstance(error, _UNREADABLE) else error})"
         raise Refused(f"{fact}: encode it so", "invalid_encoding") from None
-    except RecursionError:
-        raise Refused("the request is nested too deeply: send a flatter one", "invalid_json") from None
     except ValidationError as flaws:
         first = flaws.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
@@ -201,7 +208,7 @@ def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
         code = "unknown_parameter" if unknown else "invalid_value"
         fact = f"{place} is not a parameter that is known here" if unknown else f"{place}: {first['msg']}"
         raise Refused(f"{fact} (given: {shown(first['input'])})", code, param=place) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the request is not JSON: {error}", "invalid_json") from None
 
 
@@ -213,6 +220,7 @@ def disobeyed(request: ChatRequest | CompletionRequest, how: Sampling) -> dict[s
         **dict.fromkeys(("seed", "reasoning_effort"), (None,)),
         **dict.fromkeys(("presence_penalty", "frequency_penalty"), (None, 0)),
         "repetition_penalty": (None, 1),
+        "parallel_tool_calls": (None, True),
         "logit_bias": (None, {}),
         "response_format": (None, {"type": "text"}),
         "tool_choice": (None, "auto", "none"),
@@ -227,10 +235,6 @@ def narrowed(request: ChatRequest | CompletionRequest, how: Sampling) -> Samplin
     return how.model_copy(update={"max_tokens": most, "stop": (*how.stop, *request.stops)})
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is none of its numbers")
-
-
 def _text(content: str | Sequence[Mapping[str, JsonValue]] | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
@@ -243,6 +247,6 @@ def _text(content: str | Sequence[Mapping[str, JsonValue]] | None, place: str) -
 
 def _table(arguments: str) -> JsonValue:
     try:
-        return table if isinstance(table := json.loads(arguments), dict) else arguments
-    except ValueError:
+        return table if isinstance(table := json_of(arguments), dict) and flaw(table) is None else arguments
+    except (ValueError, RecursionError):
         return arguments

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from storage.errors import InputError, RatchetError, StageFailed
+from tasks.config.rollout import STOP_BYTES
 from tasks.endpoint.forms import Answered, Form
 from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
 from tasks.endpoint.sessions import Asked, History, Session, stranger
@@ -26,10 +27,20 @@ from tasks.engine.protocol import Sampling
 from tasks.environments.calls import Parts, Reader, by_tags, read_by
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import Sampler
+from tasks.environments.trajectory import Answer
 
 _STARTS_S = 60.0
+_STOPS_BYTES = 4 * STOP_BYTES  # of all lists of stop texts in a rollout
+_GONE = 499  # for a client that is not there to read it
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _Handler = Callable[[Request, Session], Awaitable[Response]]
+
+
+class _Sampled(NamedTuple):
+    question: Asked
+    answer: Answer
+    text: str
+    parts: Parts
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,7 @@ class Endpoint:
     def __init__(self, sampler: Sampler, renderer: Renderer, rules: Rules, reader: Reader = by_tags) -> None:
         self._sampler, self._renderer, self._rules, self._read = sampler, renderer, rules, reader
         self._sessions: dict[str, Session] = {}
+        self._stops = set[frozenset[str]]()  # for each the engines have a table, as long as they are busy
         self.strangers = 0  # requests without the key of a session
 
     def open(self, seed: int, turns: int = 1 << 10, tokens: int = 1 << 30, sampler: Sampler | None = None) -> Session:
@@ -66,7 +78,7 @@ class Endpoint:
         Raises the error by which its engines have failed, if they have."""
         del self._sessions[session.key]
         session.ended = True
-        if left := list(session.under_way.values()):
+        if left := [one for tasks in session.under_way.values() for one in tasks]:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_given_up(left), left[0].get_loop()))
         if session.failure is not None:
             raise session.failure
@@ -91,6 +103,9 @@ class Endpoint:
             except Refused as refusal:
                 session.note(refusal)
                 return _refused(refusal)
+            except ClientDisconnect:
+                session.counts["disconnected"] += 1
+                return Response(status_code=_GONE)
 
         return answer
 
@@ -119,15 +134,12 @@ class Endpoint:
         return _response(form, asked.stream, await self._once(request, session, body, asked, history))
 
     async def _body(self, request: Request) -> bytes:
-        """The body, or a little more of it than is accepted. Raises Refused: the client has gone."""
+        """The body, or a little more of it than is accepted. Raises ClientDisconnect."""
         body = bytearray()
-        try:
-            async for piece in request.stream():
-                body += piece
-                if len(body) > self._rules.body_bytes:
-                    break
-        except ClientDisconnect:
-            raise Refused("the client has gone before the end of its request", "disconnected") from None
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._rules.body_bytes:
+                break
         return bytes(body)
 
     def _accepted[R: (ChatRequest, CompletionRequest)](self, asked: R, session: Session) -> R:
@@ -136,6 +148,8 @@ class Endpoint:
         if asked.model != self._rules.model:
             fact = f"there is no model {asked.model!r}: ask for {self._rules.model!r}"
             raise Refused(fact, "model_not_found", 404, "model")
+        if asked.stops:
+            self._check_stops(frozenset(asked.stops))
         if not (other := disobeyed(asked, self._rules.how)):
             return asked
         if self._rules.sampling == "refuse":
@@ -144,23 +158,47 @@ class Endpoint:
         session.override(other)
         return asked
 
+    def _check_stops(self, stops: frozenset[str]) -> None:
+        """Raises Refused: the tokenizer cannot have them, or the engines would need too much memory for them."""
+        if (flaw := self._renderer.unstoppable) is not None:
+            raise Refused(flaw, "unsupported_stop", param="stop")
+        if sum(len(one.encode()) for some in {*self._stops, stops} for one in some) > _STOPS_BYTES:
+            fact = f"this rollout has had {len(self._stops)} lists of stop texts, with almost {_STOPS_BYTES} bytes"
+            raise Refused(f"{fact}: give one of these lists", "too_many_stops", param="stop")
+        self._stops.add(stops)
+
     async def _once(
         self, request: Request, session: Session, body: bytes, asked: ChatRequest | CompletionRequest, history: History
     ) -> list[Answered]:
-        """The answers; a request that the client repeats because it lost the connection is not sampled again."""
-        name = hashlib.blake2b(body).hexdigest()
-        task = session.under_way.get(name)
-        repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
-        if task is None or not repeated or (task.done() and task.exception() is not None):
-            task = session.under_way[name] = asyncio.create_task(self._answers(session, asked, history))
-        await asyncio.wait([task])  # it goes on if the client does not
-        if task.cancelled():
+        """The answers; a request that the client repeats because it lost the connection is not sampled again. They
+        join the session when there is a client to be given them, in the order of the choices. Raises
+        ClientDisconnect."""
+        if session.ended:
             raise stranger()
-        return task.result()
+        tasks = session.under_way[hashlib.blake2b(body).hexdigest()]
+        repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
+        same = [one for one in tasks if repeated and not (one.done() and one.exception())]
+        if not same:
+            same = [asyncio.create_task(self._answers(session, asked, history))]
+            tasks += same
+        task = next((one for one in same if one not in session.given), same[-1])
+        await asyncio.wait([task])  # it goes on if the client does not
+        gone = await request.is_disconnected()
+        if session.ended:
+            raise stranger()
+        if gone:
+            raise ClientDisconnect
+        if task not in session.given:
+            session.given[task] = [self._given(session, one) for one in task.result()]
+        return session.given[task]
+
+    def _given(self, session: Session, one: _Sampled) -> Answered:
+        message = session.answered(one.question, one.answer, one.text, one.parts)
+        return Answered(one.question, one.answer, message)
 
     async def _answers(
         self, session: Session, asked: ChatRequest | CompletionRequest, history: History
-    ) -> list[Answered]:
+    ) -> list[_Sampled]:
         questions: list[Asked] = []
         try:
             for _ in range(asked.n):
@@ -170,31 +208,32 @@ class Endpoint:
         finally:
             if len(questions) < asked.n:
                 for one in questions:
+                    session.count(None)
                     session.unanswered(one)
         found = await asyncio.gather(*(self._answer(session, asked, one) for one in questions), return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return [one for one in found if isinstance(one, Answered)]
+        for flaw in (one for one in found if isinstance(one, BaseException)):
+            for one in questions:  # no client is given the others
+                session.unanswered(one)
+            raise flaw
+        return [one for one in found if isinstance(one, _Sampled)]
 
-    async def _answer(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> Answered:
-        done = False
+    async def _answer(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> _Sampled:
+        answer = None
         try:
             how = self._how(session, asked, question)
-            answer = await session.sampler.sample(question.tokens, question.branch.seed, how)
-            if answer.finish_reason == "abort":
+            found = await session.sampler.sample(question.tokens, question.branch.seed, how)
+            if found.finish_reason == "abort":
                 raise Refused("the engine has dropped the request: ask again", "aborted", 503)
+            answer = found
             text = self._renderer.text(answer.tokens.tolist())
             ends = [at for one in asked.stops if (at := text.find(one)) >= 0]
             parts = await self._parts(asked, question, text[: min(ends, default=len(text))])
-            message, done = session.answered(question, answer, text, parts), True
         except RatchetError as error:
             session.failure = session.failure or error
             raise Refused("the engines cannot answer; the run says why", "unavailable", 503) from error
         finally:
-            if not done:
-                session.unanswered(question)
-        return Answered(question, answer, message)
+            session.count(answer)
+        return _Sampled(question, found, text, parts)
 
     async def _parts(self, asked: ChatRequest | CompletionRequest, question: Asked, text: str) -> Parts:
         if isinstance(asked, CompletionRequest):

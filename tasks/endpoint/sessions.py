@@ -139,7 +139,9 @@ class Session:
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Of requests, answers, refusals by code, and parameters that were overridden."""
-    under_way: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # requests by their digest
+    under_way: defaultdict[str, list[asyncio.Task[Any]]] = field(default_factory=lambda: defaultdict(list))
+    """Requests by their digest, each answered by a task."""
+    given: dict[asyncio.Task[Any], list[Any]] = field(default_factory=dict)  # answers that a client has waited for
     last: Branch | None = None  # branch of the newest answer
     ended: bool = False  # True if it accepts no more
     at_limit: bool = False  # True if the newest response was that the policy is at a limit
@@ -181,6 +183,13 @@ class Session:
         self._open += 1
         return asked
 
+    def count(self, answer: Answer | None) -> None:
+        """Count the answer to a question, or the question as one that has none."""
+        self._open -= 1
+        self._sampled_s += 0 if self._open else time.monotonic() - self._asked_s
+        if answer is not None:
+            self.counts.update(answers=1, tokens=len(answer.tokens))
+
     def answered(self, asked: Asked, answer: Answer, text: str, parts: Parts) -> Message:
         """Append an answer, whose text was `text`; the message that the client is given."""
         row, calls = asked.branch.row, tuple(self._call(asked, *one) for one in enumerate(parts.calls))
@@ -190,21 +199,14 @@ class Session:
         message = Message(ASSISTANT, parts.content, calls, reasoning=parts.reasoning)
         texts = (*(asked.before or asked.history.rendered()), {"role": ASSISTANT, "content": text})
         asked.branch.ends.append(_End(asked.history.then(message, text), texts, len(row.turns), asked.opened))
-        self.last, self.at_limit = asked.branch, False
-        self.counts.update(answers=1, tokens=len(answer.tokens))
-        self._released(asked)
+        self.last, self.at_limit, asked.branch.taken = asked.branch, False, False
         return message
 
     def unanswered(self, asked: Asked) -> None:
-        """Forget a question that has no answer: asked again, it is the same one."""
+        """Forget a question whose answer nobody is given: asked again, it is the same one."""
         if not asked.branch.ends:
             self._births[asked.tokens.tobytes()].discard(asked.branch.birth)
-        self._released(asked)
-
-    def _released(self, asked: Asked) -> None:
         asked.branch.taken = False
-        self._open -= 1
-        self._sampled_s += 0 if self._open else time.monotonic() - self._asked_s
 
     @property
     def sampling_s(self) -> float:

@@ -22,13 +22,13 @@ class Ends:
         token_bytes: by id; called when there is a stop text. Tokens beyond them add nothing to a text.
         """
         self._vocabulary, self._token_bytes = vocabulary, token_bytes
-        self._first: dict[tuple[frozenset[int], tuple[str, ...]], int] = {}
+        self._first: dict[tuple[frozenset[int], frozenset[str]], int] = {}
         self.table = np.zeros((0, vocabulary), dtype=np.int32)
         """The line that holds after a token, (lines, V), or `END`."""
 
     def first(self, tokens: Iterable[int], texts: Sequence[str] = ()) -> int:
         """The line of a response without tokens, which these stop tokens and texts end."""
-        key = frozenset(tokens), tuple(texts)
+        key = frozenset(tokens), frozenset(texts)
         if key not in self._first:
             self._first[key] = len(self.table)
             lines = text_table(texts, self._token_bytes(), self._vocabulary) if texts else self._line()

@@ -115,12 +115,12 @@ class Conversation:
         self._clear()
         self.messages = list(event.messages or ())
         self.trajectory = Trajectory(self._renderer.first(self.messages, event.tools))
-        self.events = [event]
         if self.room < 1:
             raise InputError(
                 f"the first observation has {len(self.trajectory.prompt)} tokens, which leaves no room for an answer: "
                 f"engine.max_model_len is {self._limits.context}"
             )
+        self.events = [event]
 
     def _answer(self, event: TurnEvent) -> None:
         answer = answer_of(event)
@@ -130,7 +130,7 @@ class Conversation:
         self.events.append(event)
 
     def _observe(self, event: TurnEvent) -> None:
-        self.open, new = False, list(event.messages or ())
+        new = list(event.messages or ())
         self.ended = event.done or self._there.answers >= self._limits.turns
         if not self.ended:
             last = int(self._there.tokens[-1])
@@ -142,6 +142,7 @@ class Conversation:
                 self._there.observe(tokens, _role(new), results=_results(new))
             else:
                 self.ended = True
+        self.open = False
         self.messages += new
         self.events.append(event)
 

@@ -2,11 +2,11 @@
 
 import functools
 import inspect
-import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from storage.errors import InputError
 from tasks.environments.calls import by_tags, recorded
@@ -50,7 +50,7 @@ class Driven:
             reward = await self.function(**given, **self.arguments)
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             raise InputError(f"{name} raised {described(error)}") from None
-        if not isinstance(reward, bool | int | float) or not math.isfinite(reward):
+        if not _is_finite(reward):
             raise InputError(f"{name} returned the reward {shown(reward)}, which is no finite number")
         return float(reward)
 
@@ -148,13 +148,17 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
 def _triple(environment: Environment, value: object) -> tuple[object, float | None, bool]:
     if not (isinstance(value, tuple) and len(value) == len(_TRIPLE.split(","))):
         raise InputError(f"{_place(environment, 'step')} returned {shown(value)}: expected {_TRIPLE}")
     observation, reward, done = value
     if not isinstance(done, bool):
         raise InputError(f"{_place(environment, 'step')} returned done = {shown(done)}: expected True or False")
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+    if reward is not None and not _is_finite(reward):
         fact = f"{_place(environment, 'step')} returned the reward {shown(reward)}"
         raise InputError(f"{fact}: expected a finite number or None")
     return observation, None if reward is None else float(reward), done

@@ -2,11 +2,12 @@
 only new messages are rendered."""
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from storage.errors import InputError
-from tasks.data.backends import Chat, Message
-from tasks.data.chat import ASSISTANT, Say, Template
+from tasks.data.backends import Chat, Message, token_bytes
+from tasks.data.chat import ASSISTANT, Say, Template, check_messages
 from tasks.data.tokenizer import TextCodec
 
 _MARK = "7463920158"  # stands for the last answer; no template strips it or changes its case
@@ -29,6 +30,15 @@ class Renderer:
 
     def __init__(self, codec: TextCodec, note: Callable[[str], None] = lambda _: None) -> None:
         self._codec, self._template, self._say = codec, Template(codec), Say(note, lambda _, said: note(said))
+
+    @cached_property
+    def unstoppable(self) -> str | None:
+        """The reason for which no text can end an answer with this tokenizer; None if one can."""
+        try:
+            token_bytes(self._codec.backend)
+        except InputError as error:
+            return str(error)
+        return None
 
     def first(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Token ids of the beginning of a conversation, up to the first answer. Raises InputError: the template refuses
@@ -64,6 +74,7 @@ class Renderer:
         told = f"{opened}{before[-1]['content']}{stop}"
         kept = whole.startswith(told)
         rest = whole[len(told) :] if kept else self._behind_a_mark(before, new, tools).removeprefix(stop)
+        check_messages(new, rest, self._say, len(before))
         return Following(self._codec.encode(rest), kept, whole)
 
     def _behind_a_mark(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from storage.errors import InputError
-from tasks.environments.calls import OPENED
+from tasks.environments.calls import OPENED, by_tags
 from tasks.environments.protocol import Observation, ToolError, Turn
 from tasks.rewards.resolve import find_reward
 from tasks.rewards.words import shown
@@ -82,7 +82,7 @@ class Tools:
     ) -> tuple[list[dict[str, str]] | None, float | None, bool]:
         if calls:
             return [await self._made(**call) for call in calls], 0.0, False
-        if self.tools and OPENED in action:
+        if self.tools and OPENED in by_tags(action, ()).content:
             return [{"role": "tool", "content": _WRONG}], 0.0, False
         return None, await self.judge(action), True
 

@@ -75,4 +75,4 @@ class Address:
 
 def _asks_to_wait(answer: httpx.Response) -> float:
     given = answer.headers.get("retry-after", "")
-    return min(float(given), LONGEST_WAIT_S) if given.replace(".", "", 1).isdigit() else 0.0
+    return min(float(given), LONGEST_WAIT_S) if given.replace(".", "", 1).isdecimal() else 0.0

@@ -3,15 +3,17 @@
 import itertools
 import re
 import secrets
+import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from tasks.rewards.container import check_image, run_in_container
 from tasks.rewards.sandbox import ProgramLimits, Ran, check_sandbox, run_python
 
-_BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w+.-]*)")
+_PYTHON = ("python", "python3", "py")
 _PAIR = {"input", "output"}
 _LONGEST = 200  # characters of an error that is told
 SECONDS = 3.0  # for all tests of a response together, unless the arguments say otherwise
@@ -29,10 +31,10 @@ def code_tests(
     """1.0 if the response's program passes all tests of the record; else 0.0, also if it needs more than `seconds` for
     all of them or more than `memory_mb` MiB. It runs under bubblewrap, or in a container of podman's `image`.
 
-    The program is the last fenced block of Python, else the whole response; what is thought before </think> does not
-    count. A test is a text of Python statements, as `assert double(2) == 4`, which run behind the program, or a table
-    with the `input` that the program reads from standard input and the `output` that it must print. Raises as
-    `read_tests`, and SandboxFailed, which are no score.
+    The program is the last fenced block of Python, else the last without a name, else the whole response; what is
+    thought before </think> does not count. A test is a text of Python statements, as `assert double(2) == 4`, which run
+    behind the program, or a table with the `input` that the program reads from standard input and the `output` that it
+    must print. Raises as `read_tests`, and SandboxFailed, which are no score.
     """
     return float(failed_test(record, response, field=field, seconds=seconds, memory_mb=memory_mb, image=image) is None)
 
@@ -95,7 +97,23 @@ def reads_tests(record: Mapping[str, Any], response: str, *, field: str = "tests
 
 def program_of(response: str) -> str:
     answer = response.rpartition("</think>")[2]
-    return next(iter(_BLOCK.findall(answer)[-1:]), answer)
+    blocks = list(_blocks(answer))
+    named, plain = ([text for name, text in blocks if name in some] for some in (_PYTHON, ("",)))
+    return (named or plain or [answer])[-1]
+
+
+def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """The fenced blocks of an answer: the word behind the fence, in small letters, and the text."""
+    opened, lines = None, list[str]()
+    for line in answer.split("\n"):
+        fence = _FENCE.match(line)
+        if opened is None:
+            opened, lines = fence, []
+        elif fence and fence[1] == opened[1] and not fence[2]:
+            yield opened[2].lower(), textwrap.dedent("".join(f"{one}\n" for one in lines))
+            opened = None
+        else:
+            lines.append(line)
 
 
 def _flaw_of_statements(program: str, statements: Sequence[str], run: Callable[[str], Ran | None]) -> str | None:
@@ -103,7 +121,7 @@ def _flaw_of_statements(program: str, statements: Sequence[str], run: Callable[[
     printed last, so that leaving early is not passing."""
     word = secrets.token_hex(16)
     ran = run("\n".join([program, *statements, f"print({word!r})"]))
-    return _flaw(ran, lambda output: output.splitlines()[-1:] == [word])
+    return _flaw(ran, lambda output: output.endswith(f"{word}\n"))  # the program may leave its last line open
 
 
 def _flaw(ran: Ran | None, right: Callable[[str], bool]) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from storage.backends.root import Root
+from storage.errors import StageFailed
 from storage.parts import PartWriter
 from storage.turns import finish_reasons
 from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment, piece_key
@@ -49,7 +50,8 @@ class Events:
         return [event for event in self._past if event.row == row]
 
     async def keep(self, row: int, event: TurnEvent) -> None:
-        """Store an event, together with others that come while one is being stored."""
+        """Store an event, together with others that come while one is being stored. Raises an error of the store;
+        StageFailed: the others that it was to be stored with met one."""
         mine = self._waiting
         mine.append(event.model_copy(update={"row": row}))
         async with self._storing:
@@ -57,6 +59,9 @@ class Events:
                 self._waiting = []
                 record = TurnsRecord(events=tuple(mine))
                 self._next = await asyncio.to_thread(keep_increment, self._root, self._piece, self._next, record)
+                mine.clear()
+        if mine:
+            raise StageFailed("the record of a conversation could not be stored: the error beside this one says why")
 
 
 def environment_source(config: RunConfig) -> dict[str, str]:

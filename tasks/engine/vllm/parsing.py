@@ -5,6 +5,7 @@ Its arguments are a model directory and the names of both parsers; an empty name
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
+_LONGEST_S = 10.0  # for one answer: the time of some patterns grows exponentially with what a policy repeats
+
 
 class Parsers:
     def __init__(self, model_dir: str, tools: str, reasoning: str) -> None:
@@ -21,10 +24,21 @@ class Parsers:
         self._tools = _found(ToolParserManager.get_tool_parser, "tool", tools)
         self._reasoning = _found(ReasoningParserManager.get_reasoning_parser, "reasoning", reasoning)
         self._tokenizer = get_tokenizer(model_dir)
-        self.read("", [])
+        signal.signal(signal.SIGALRM, _late)
+        self._read("", [])
 
     def read(self, text: str, tools: list[Any]) -> dict[str, Any]:
-        """Parts of an answer; parsers keep what they have read, so each answer has its own."""
+        """Parts of an answer; parsers keep what they have read, so each answer has its own. What one cannot read stays
+        text: it raises, or takes too long."""
+        signal.setitimer(signal.ITIMER_REAL, _LONGEST_S)
+        try:
+            return self._read(text, tools)
+        except Exception:  # noqa: BLE001 - parsers raise anything at what a policy, or a client's tool, holds
+            return {"content": text, "reasoning": None, "calls": []}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _read(self, text: str, tools: list[Any]) -> dict[str, Any]:
         choice = "auto" if tools else "none"
         request = ChatCompletionRequest(messages=[], tools=tools or None, tool_choice=choice, seed=None)
         thought, rest = None, text
@@ -45,6 +59,10 @@ def _found(get: Callable[[str], Any], kind: str, name: str) -> Any:
         return get(name) if name else None
     except KeyError as error:
         raise ValueError(f"vLLM has no {kind} parser {name!r}: {error.args[0]}") from None
+
+
+def _late(*_: object) -> None:
+    raise TimeoutError
 
 
 def serve(descriptor: int) -> None:

@@ -63,5 +63,5 @@ def test_tokens_of_a_generated_model_have_the_bytes_of_their_signs():
 def test_a_tokenizer_whose_tokens_change_the_text_before_them_is_refused():
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")])
-    with pytest.raises(InputError, match=r"rollout.stop cannot be used with this tokenizer: its token 1 changes .*'c'"):
+    with pytest.raises(InputError, match=r"no text can end a response with this tokenizer: its token 1 changes .*'c'"):
         token_bytes(Plain(tokenizer))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import openai
 import pytest
@@ -30,6 +31,20 @@ def ask(url, session, messages, **more):
             return await one.chat.completions.create(model="policy", messages=messages, **more)
 
     return asyncio.run(once())
+
+
+async def at_once(url, session, messages, *more):
+    """Answers or errors of requests at once."""
+    async with client(url, session) as one:
+        asks = [one.chat.completions.create(model="policy", messages=messages, **given) for given in more]
+        return await asyncio.gather(*asks, return_exceptions=True)
+
+
+def until(condition):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begun + 30
+        time.sleep(0.01)
 
 
 def test_a_conversation_with_tools_keeps_the_sampled_tokens(codec):
@@ -173,10 +188,11 @@ def test_a_request_repeated_after_a_lost_connection_is_not_sampled_again(codec):
 def test_sampling_of_the_run_is_kept(codec):
     with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
         session = endpoint.open(5)
-        ask(url, session, [user("one")], temperature=0.2, seed=1, max_tokens=7, top_p=1.0, presence_penalty=0)
+        given = {"temperature": 0.2, "seed": 1, "parallel_tool_calls": False}
+        ask(url, session, [user("one")], **given, max_tokens=7, top_p=1.0, presence_penalty=0)
         how = policy.asked[0][3]
     assert (how.temperature, how.max_tokens) == (1.0, 7)
-    assert session.overridden == {"temperature": 0.2, "seed": 1}
+    assert session.overridden == given
     session.override({"temperature": 0.3, "logit_bias": {str(token): 1 for token in range(100_000)}})
     assert session.overridden["temperature"] == 0.3
     assert session.overridden["logit_bias"].startswith('{"0": 1, ')
@@ -200,12 +216,58 @@ def test_a_question_that_is_asked_again_has_noise_of_its_own(codec):
 
     with talking(codec, lambda text, seed: str(seed), policy=Dropping) as (endpoint, policy, url):
         session = endpoint.open(5)
-        with pytest.raises(openai.InternalServerError):
-            ask(url, session, [user("one")], n=3)
-        assert len(ask(url, session, [user("one")], n=3).choices) == 3
-    seeds = [one.seed for one in session.sampled]
-    assert len(set(seeds)) == len(seeds) == 5
-    assert policy.asked[0][2] in seeds  # that of the answer that was dropped is used again
+        found = asyncio.run(at_once(url, session, [user("one")], {}, {}, {}))
+        assert sum(isinstance(one, openai.InternalServerError) for one in found) == 1
+        ask(url, session, [user("one")], n=2)
+        seeds = [one.seed for one in session.sampled]
+        assert len(set(seeds)) == len(seeds) == 4
+        assert policy.asked[0][2] in seeds  # that of the answer that was dropped is used again
+
+
+def test_answers_that_no_client_is_given_are_no_part_of_a_session(codec):
+    class Late(Policy):
+        """Takes its time for the first answer, and drops one of two choices at first."""
+
+        async def sample(self, prompt, seed, sampling):
+            number = len(self.seeds)
+            self.seeds.append(seed)
+            await asyncio.sleep(0.5 if number == 0 else 0 if number < 4 else 60)
+            answer = await super().sample(prompt, seed, sampling)
+            return answer._replace(finish_reason="abort") if number == 2 else answer
+
+    with talking(codec, lambda text, seed: str(seed), policy=Late) as (endpoint, policy, url):
+        policy.seeds, session = [], endpoint.open(5)
+        with pytest.raises(openai.APITimeoutError):
+            ask(url, session, [user("one")], timeout=0.2)
+        answered = ask(url, session, [user("two")]).choices[0].message
+        (lost,) = asyncio.run(at_once(url, session, [user("one"), answered, user("two")], {"n": 2}))
+        assert isinstance(lost, openai.InternalServerError)
+        until(lambda: session.counts["disconnected"])
+        assert [one.row.answers for one in session.sampled] == [1]
+        assert session.last.began.messages[0].content == "two"
+        assert session.counts["answers"] == 3  # they were sampled, so they count
+        repeated = ask(url, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
+        assert repeated.choices[0].message.content == str(policy.seeds[0])
+        assert session.last.began.messages[0].content == "one"
+        asyncio.run(at_once(url, session, [user("two")], {"timeout": 0.2}, {"timeout": 0.2}))
+        asyncio.run(endpoint.close(session))
+        assert all(one.done() for tasks in session.under_way.values() for one in tasks)
+
+
+def test_of_several_choices_the_last_one_is_that_of_the_row(codec):
+    class Uneven(Policy):
+        """Answers to a later question sooner."""
+
+        async def sample(self, prompt, seed, sampling):
+            self.seeds.append(seed)
+            await asyncio.sleep(0.1 / len(self.seeds))
+            return await super().sample(prompt, seed, sampling)
+
+    with talking(codec, lambda text, seed: "two", policy=Uneven) as (endpoint, policy, url):
+        policy.seeds, session = [], endpoint.open(5)
+        ask(url, session, [user("one")], n=3)
+    assert policy.asked[-1][2] == policy.seeds[0]
+    assert session.last.seed == policy.seeds[-1]
 
 
 def test_a_text_that_goes_on_without_what_was_sampled_begins_a_branch(codec):

@@ -4,11 +4,14 @@ import asyncio
 import json
 import socket
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
+from tokenizers import Tokenizer, decoders, models
 
 from storage.errors import WorkerLost
+from tasks.data.backends import Plain
 from tests.tasks.endpoint.talking import codec_of, talking
 
 
@@ -24,6 +27,11 @@ def post(url, key, body):
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = httpx.post(f"{url}/chat/completions", content=sent, headers={"authorization": f"Bearer {key}"})
     return answer.status_code, answer.json().get("error")
+
+
+def with_arguments(text):
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": text}}
+    return {**GOOD, "messages": [*GOOD["messages"], {"role": "assistant", "tool_calls": [call]}]}
 
 
 def with_message(**more):
@@ -48,6 +56,8 @@ FLAWED = {
     "stop texts without end": ({**GOOD, "stop": "one " * 70}, 400, "invalid_value", "stop"),
     "many stop texts": ({**GOOD, "stop": [f"{n} one" for n in range(50)]}, 400, "invalid_value", "stop"),
     "NaN": (json.dumps({**GOOD, "temperature": float("nan")}).encode(), 400, "invalid_json", None),
+    "key twice": (b'{"model": "policy", "model": "policy", "messages": []}', 400, "invalid_json", None),
+    "tool without a name": ({**GOOD, "tools": [{"type": "function", "function": {}}]}, 400, "invalid_value", "tools.0"),
     "infinity": (json.dumps({**GOOD, "top_p": 7}).replace("7", "1e999").encode(), 400, "invalid_value", "top_p"),
     "lone surrogate": (
         b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -62,6 +72,13 @@ FLAWED = {
 def served(codec):
     with talking(codec, lambda text, seed: "two") as found:
         yield found
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '{"a": 1e999}', '{"a": [' + "[" * 2000 + "]" * 2000 + "]}", "{"])
+def test_arguments_of_a_call_that_are_no_table_are_shown_as_they_were_written(served, text):
+    endpoint, policy, url = served
+    assert post(url, endpoint.open(5).key, with_arguments(text)) == (200, None)
+    assert json.dumps(text)[1:-1] in policy.codec.backend.decode([policy.asked[-1][0]])[0]
 
 
 @pytest.mark.parametrize("name", FLAWED)
@@ -101,9 +118,9 @@ def test_a_client_that_goes_in_the_middle_of_its_request(served):
     with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as client:
         client.sendall(f'{head}content-length: 999\r\n\r\n{{"model": '.encode())
     until = time.monotonic() + 30
-    while not session.counts["refused/disconnected"] and time.monotonic() < until:
+    while not session.counts["disconnected"] and time.monotonic() < until:
         time.sleep(0.01)
-    assert session.counts == {"refused/disconnected": 1}
+    assert session.counts == {"disconnected": 1}
     assert len(policy.asked) == before
     assert post(url, session.key, GOOD)[0] == 200
 
@@ -115,6 +132,21 @@ def test_what_is_recorded_of_a_refusal_is_bounded(served, body):
     _, error = post(url, session.key, body)
     assert 0 < len(error["message"]) <= 1000 >= len(error["param"])
     assert session.refused == [error["message"]]
+
+
+def test_stop_texts_that_an_engine_cannot_look_for(codec):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "c")])
+    long = [f"{number} {'one ' * 60}" for number in range(5)]
+    for these, texts, code in (
+        (codec, [*long[:3], *long], "too_many_stops"),
+        (replace(codec, backend=Plain(tokenizer)), ["one"], "unsupported_stop"),
+    ):
+        with talking(these, lambda text, seed: "two") as (endpoint, _, url):
+            session = endpoint.open(5)
+            found = [post(url, session.key, {**GOOD, "stop": [one, "is"]}) for one in texts]
+            assert {status for status, _ in found[:-1]} <= {200}
+            assert (found[-1][0], found[-1][1]["code"], found[-1][1]["param"]) == (400, code, "stop")
 
 
 def test_a_foreign_session(codec):

@@ -39,6 +39,8 @@ def test_parsers_of_vllm(tmp_path):
         assert read("so", [ADD]) == ("so", None, ())
         half = CALL.replace("1", '"\\ud800"')
         assert read(half, [ADD]) == (half, None, ())
+        assert read(CALL, [{"type": "function"}]) == (CALL, None, ())  # the parser raises
+        assert read(CALL, [ADD]).calls
 
 
 @pytest.mark.full

@@ -13,7 +13,8 @@ from tasks.config.run import WorkersSection
 from tasks.data.generated import generate_tokenizer
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import Sampling
-from tasks.environments.conversation import Conversation, Limits, called_with
+from tasks.environments.conversation import Conversation, Limits, called_with, failed_with
+from tasks.environments.hosting import EnvironmentFailed
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import EngineSampler
 from tasks.environments.trajectory import Answer, Trajectory, columns_of
@@ -121,6 +122,30 @@ def test_a_conversation_whose_template_changes_earlier_turns_is_marked_and_keeps
         assert conversation.trajectory is not None
         assert conversation.trajectory.turns[0]["end"] == len(sampled)
         assert conversation.trajectory.hits == 1
+
+
+def test_a_message_that_the_template_drops_is_refused_and_the_conversation_stays_as_it_was(tmp_path):
+    deaf = TEMPLATE.replace("{% for message in messages %}", "{% for message in messages if message.role != 'tool' %}")
+    codec = TextCodec.from_directory(chat_model(tmp_path, template=deaf), [END])
+    conversation = Conversation(codec, Renderer(codec), Limits(8, None, 60.0, 0, 400))
+    failed = failed_with(EnvironmentFailed("exception", "no"), goes_on=True)
+    conversation.add(TurnEvent(row=0, kind="begun", messages=(USER,), goes_on=True))
+    conversation.add(called_with(answered(*codec.encode("two"), END)))
+    with pytest.raises(InputError, match="drops or changes the tool's text, 'three'"):
+        conversation.add(TurnEvent(row=0, kind="told", messages=({"role": "tool", "content": "three"},), reward=0.0))
+    conversation.add(failed)
+    assert conversation.goes_on
+    assert not conversation.open
+    assert conversation.trajectory is not None
+    assert conversation.trajectory.length == 0  # what follows the answer is not known
+
+
+def test_a_first_observation_that_is_too_long_is_a_failure_of_one_conversation(chat_codec):
+    conversation = Conversation(chat_codec, Renderer(chat_codec), Limits(8, None, 60.0, 0, 4))
+    with pytest.raises(InputError, match="leaves no room for an answer"):
+        conversation.add(TurnEvent(row=0, kind="begun", messages=(USER,), goes_on=True))
+    assert not conversation.goes_on
+    conversation.add(failed_with(EnvironmentFailed("exception", "no"), goes_on=False))
 
 
 def test_a_model_without_a_template_reads_contents_and_no_tools(tmp_path):

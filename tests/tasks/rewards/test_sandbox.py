@@ -152,6 +152,7 @@ SCORES = {
     "without a block": (DOUBLE, "assert double(2) == 4", 1.0),
     "thought does not count": (f"<think>```python\n{DOUBLE}\n```</think>nothing", "assert double(2) == 4", 0.0),
     "wrong": (DOUBLE, ["assert double(2) == 4", "assert double(2) == 5"], 0.0),
+    "an open line": (f"{DOUBLE}\nprint(1, end='')", "assert double(2) == 4", 1.0),
     "leaves early": (f"{DOUBLE}\nraise SystemExit(0)", "assert double(2) == 5", 0.0),
     "leaves at once": ("import os\nos._exit(0)", "assert False", 0.0),
     "no program": ("I do not know.", "assert True", 0.0),
@@ -184,5 +185,15 @@ def test_tests_that_cannot_be_read_say_why(tests: object, reason: str):
         read_tests({"tests": tests}, "tests")
 
 
-def test_the_program_of_a_response():
-    assert program_of("a\n```\nx = 1\n```\n```json\n{}\n```") == "x = 1\n"
+@pytest.mark.parametrize(
+    "response",
+    [
+        "a\n```\nx = 1\n```\n```json\n{}\n```",
+        "```bash\npip\n```\nThen:\n```python\nx = 1\n```",
+        "```py\nx = 1\n```\nIt prints\n```text\n1\n```\nand\n```\n2\n```",
+        "1. So:\n   ~~~Python\n   x = 1\n   ~~~",
+        "```\na\n```\n```python title\nx = 1\n```\n```python\ny =",
+    ],
+)
+def test_the_program_of_a_response(response):
+    assert program_of(response) == "x = 1\n"

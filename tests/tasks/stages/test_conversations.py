@@ -1,5 +1,6 @@
 """Conversations with environments in the real loop over small workers: kills, failures, and what is no environment."""
 
+import asyncio
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from storage.manifest import need
 from storage.parts import read_part, read_table
 from storage.revisions import read_revisions
 from storage.schema import EVALUATION, REWARD, ROLLOUT
-from storage.unfinished import find_turns
+from storage.unfinished import TurnEvent, find_turns
 from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.config.evaluation import EvaluationSettings
@@ -32,6 +33,7 @@ from tasks.environments.hosting import host_processes
 from tasks.environments.scores import read_scores
 from tasks.preflight import check_continued
 from tasks.retraining import begin_retraining, retrain_config
+from tasks.stages.conversations import Events
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage
 from tasks.stages.views import Prepared
@@ -66,6 +68,18 @@ def identity(root):
     """The rollout's identity, as if every class had the name `Sums`."""
     manifest = need(root, RUN, 1, Stage.ROLLOUT)
     return manifest.model_copy(update={"config_digest": "", "facts": {}, "inputs": {}}).digest
+
+
+def test_an_event_that_was_not_stored_is_not_durable_for_any_that_waited_with_it(tmp_path):
+    root = open_root(str(tmp_path))
+
+    async def kept():
+        events = Events(root, layout.piece_key("run", 1, "rollout", 0, "a"))
+        (tmp_path / "run").write_text("no folder")
+        stored = (events.keep(row, TurnEvent(row=row, kind="begun")) for row in range(4))
+        return await asyncio.gather(*stored, return_exceptions=True)
+
+    assert [isinstance(one, Exception) for one in asyncio.run(kept())] == [True] * 4
 
 
 def played(folder, *given):
