@@ -114,7 +114,7 @@ class Run:
         """
         from flows.cli.check import of_stored
 
-        more = [*settings, *([] if iterations is None else [f"run.iterations={iterations}"])]
+        more = [*_each(settings), *([] if iterations is None else [f"run.iterations={iterations}"])]
         if config is None:
             return _drive(self, of_stored(self.name, None, more, self._opened()))
         return _drive(self, _configured(config, more))
@@ -179,7 +179,8 @@ def samples(
     samples."""
     from flows.views.samples import scored_samples
 
-    return scored_samples(_opened(root).url, run, iterations, revision=revision, texts=texts)
+    asked = None if iterations is None else _each(iterations)
+    return scored_samples(_opened(root).url, run, asked, revision=revision, texts=texts)
 
 
 def retrain(
@@ -200,7 +201,7 @@ def retrain(
     `limit`, `deduplicate`, `rescore`, `samples`, `epochs`, `since`. Raises RatchetError as `Run.train` does.
     """
     store = _opened(root)
-    given: dict[str, Any] = {**table, **({"select": list(select)} if select else {})}
+    given: dict[str, Any] = {**table, **({"select": _each(select)} if select else {})}
     with _with_extra():
         from flows.preflight import begin_on_samples
         from tasks.retraining import retrain_config, start_of
@@ -261,6 +262,11 @@ def main() -> None:
     command()
 
 
+def _each[T](given: Collection[T] | T) -> list[T]:
+    """The values of a collection; of a single one, such as a text, itself."""
+    return list(given) if isinstance(given, Collection) and not isinstance(given, str) else [given]  # pyright: ignore
+
+
 def _opened(root: Place) -> "Root":
     from storage.backends.root import open_root
     from tasks.config.credentials import check_root_url
@@ -275,7 +281,7 @@ def _configured(config: "Place | RunConfig | Mapping[str, Any]", settings: Seque
     from tasks.config.run import RunConfig
 
     if isinstance(config, str | os.PathLike):
-        return load_config(os.fspath(config), settings)
+        return load_config(config, settings)
     if not isinstance(config, RunConfig | Mapping):
         fact = f"the configuration is of the type {type(config).__name__}"
         raise InputError(f"{fact}: give a path, a RunConfig or its tables")

@@ -59,7 +59,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         output.error(without_secrets(told(error)))
         return error.exit_code
     except CycloptsError as error:
-        output.error(without_secrets(explained(error, app)))
+        output.error(without_secrets(explained(error)))
         return InputError.exit_code
     except ModuleNotFoundError as error:
         output.error(f"{missing_extra(error)}")

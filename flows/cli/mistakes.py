@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cyclopts import CycloptsError, UnknownCommandError
 from cyclopts.exceptions import UnusedCliTokensError
@@ -38,24 +38,27 @@ def missing_extra(error: ModuleNotFoundError) -> InputError:
     )
 
 
-def explained(error: CycloptsError, commands: Iterable[str]) -> str:
+def explained(error: CycloptsError) -> str:
     """The error with a repair that works."""
+    words = error.command_chain or ()
+    return f"{_fact(error, words)}\n{' '.join(('ratchet', *words))} --help tells more"
+
+
+def _fact(error: CycloptsError, words: Sequence[str]) -> str:
     if isinstance(error.__cause__, ValidationError):
         flaws = [(f"--{option_name(str(one['loc'][0]))}", one["input"], one["msg"]) for one in error.__cause__.errors()]
         return "\n".join(f"{option} {value}: {flaw}" for option, value, flaw in flaws)
     left = [str(token) for token in error.unused_tokens or ()]
     if isinstance(error, UnknownCommandError) and left:
-        return _unknown(left[0], sorted(name for name in commands if not name.startswith("-")))
-    if isinstance(error, UnusedCliTokensError) and left:
-        return _unused(left)
-    return f"{error}\nTry ratchet --help"
+        return _unknown(left[0], words, sorted(name for name in error.app or () if not name.startswith("-")))
+    return _unused(left) if isinstance(error, UnusedCliTokensError) and left else str(error)
 
 
-def _unknown(given: str, commands: Sequence[str]) -> str:
-    near = difflib.get_close_matches(given, [*commands, *_MEANT], n=1, cutoff=_NEAR)
-    meant = [_MEANT.get(name, name) for name in near]
-    said = f"did you mean `ratchet {meant[0]}`?" if meant else f"there are {', '.join(commands)}"
-    return f"{given!r} is no command: {said}\nratchet --help describes them"
+def _unknown(given: str, words: Sequence[str], commands: Sequence[str]) -> str:
+    meant = {**({} if words else _MEANT), **{name: name for name in commands}}
+    if near := difflib.get_close_matches(given, meant, n=1, cutoff=_NEAR):
+        return f"{given!r} is no command: did you mean `{' '.join(('ratchet', *words, meant[near[0]]))}`?"
+    return f"{given!r} is no command: there are {', '.join(commands)}"
 
 
 def _unused(left: Sequence[str]) -> str:
@@ -68,4 +71,4 @@ def _unused(left: Sequence[str]) -> str:
     if len(numbers) + len(stages) == len(words):
         form = "".join(["RUN", *(f"@{one}" for one in numbers[:1]), *(f":{one}" for one in stages[:1])])
         return f"{' '.join(left)}: iteration and stage are named with the run, as {form}"
-    return f"this command does not take {' '.join(map(repr, left))}\nTry ratchet --help"
+    return f"this command does not take {' '.join(map(repr, left))}"

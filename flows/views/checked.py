@@ -33,6 +33,7 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     ranks: int
     engines: int
     reward_processes: int
+    environment_processes: int  # at most
     parameters: int  # weights of the model
     rank_bytes: int
     """Memory of one trainer rank: weights, gradients and optimizer of the model and of a critic, and the weights of a
@@ -49,7 +50,9 @@ def needs_of(config: RunConfig, device: Device, held: Parameters, prompt_bytes: 
     weight, optimizer = WEIGHT[config.train.precision], OPTIMIZER[config.train.precision]
     return Needs(
         device=device, ranks=config.train.parallel.world_size, engines=config.engine.count, parameters=held.model,
-        reward_processes=scoring_processes(config.reward), rank_bytes=rank_bytes(config, held),
+        reward_processes=0 if config.environment else scoring_processes(config.reward),
+        environment_processes=config.environment.processes if config.environment else 0,
+        rank_bytes=rank_bytes(config, held),
         engine_bytes=engine_bytes(config.engine, held.model),
         judge_bytes=0 if config.engines is None else engine_bytes(config.engines.judge, held.judge),
         stored_bytes=sum(held) * weight + prompt_bytes,
@@ -192,11 +195,12 @@ def _named(tokens: Sequence[Token]) -> str:
 
 
 def _needs(needs: Needs) -> list[str]:
-    scoring = f"{needs.reward_processes} scoring processes" if needs.reward_processes else "scoring in the flow process"
+    beside = {"scoring processes": needs.reward_processes, "environment processes, at most": needs.environment_processes}
+    scoring = next((f"{name} {number}" for name, number in beside.items() if number), "scoring in the flow process")
     once, kept = size(needs.stored_bytes), f"{needs.states_kept} x {size(needs.state_bytes)}"
     whole = size(needs.stored_bytes + needs.state_bytes * needs.states_kept)
     return [
-        f"would start on {needs.device}: {needs.ranks} trainer ranks, {needs.engines} engines, "
+        f"would start on {needs.device}: trainer ranks {needs.ranks}, engines {needs.engines}, "
         f"{'an engine for rewards, ' if needs.judge_bytes else ''}{scoring}",
         f"memory, without activations: {size(needs.rank_bytes)} a rank, {size(needs.engine_bytes)} an engine "
         f"({needs.parameters:,} weights)" + (f", {size(needs.judge_bytes)} the judge" if needs.judge_bytes else ""),

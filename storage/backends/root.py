@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import pkgutil
+import re
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
@@ -272,7 +273,8 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
                 f"no space left while writing {root.url}/{key} ({error.strerror}). Nothing that was committed is lost: "
                 "free space and start the same command again"
             ) from error
-        raise StorageUnavailable(f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}") from error
+        fact = f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
+        raise StorageUnavailable(f"{fact}. Correct --root, or what this user may do there") from error
 
 
 def _said_once(patience: float) -> Callable[[RetryCallState], None]:
@@ -291,6 +293,7 @@ def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
     """Open the storage root at `url`: a path, `file://...`, `s3://bucket/prefix`, or BACKEND://PLACE. BACKEND is an
     entry point of the group `ratchet.stores`, or a class, called with the whole URL, as `file.py:CLASS` or
     `package.module:CLASS`. `options` are those of the client of an object store. Raises InputError if there is none."""
+    check_slashes(url, "storage root")
     url = absolute_url(url)
     scheme, _, place = url.partition("://")
     if not place.strip("/") and scheme != "file":
@@ -302,6 +305,12 @@ def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
     if not isinstance(made, Backend):
         raise InputError(f"storage root {url!r}: {type(made).__name__} is no subclass of storage.backends.Backend")
     return Root(url, made)
+
+
+def check_slashes(url: str, what: str) -> None:
+    """Raises InputError: a URL lacks a slash, and would be taken for the path of a folder."""
+    if found := re.match(r"(file|local|s3a?|gs|az|hf|https?):/?(?!/)", url):
+        raise InputError(f"{what} {url!r} lacks a slash: a URL has two after its colon. Write {found[1]}://...")
 
 
 def absolute_url(url: str) -> str:

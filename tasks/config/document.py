@@ -3,6 +3,7 @@
 import difflib
 import glob
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +27,10 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 _FORMS = ("text", "list")  # names of the forms that a setting may have, which pydantic puts into the place of an error
 
 
-def load_config(path: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file (any fsspec URL) and apply `section.key=value` overrides; names of local files become absolute.
     Raises InputError: the file cannot be read or parsed, a key is unknown, or a value cannot be used."""
+    path = os.fspath(path)
     return completed(read_document(path), overrides, folder_of(path), path)
 
 
@@ -106,8 +108,9 @@ def explained(error: ValidationError) -> str:
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
     """Put each `section.key=value` into a parsed document, first those that decide which other keys there may be.
     Raises InputError: as `apply_override`."""
-    paths = {given: given.partition("=")[0].strip() for given in overrides}
-    for override in sorted(overrides, key=lambda one: not (paths[one].endswith(".type") or paths[one] in SWITCHED)):
+    several = [overrides] if isinstance(overrides, str) else overrides  # a text is a sequence, of characters
+    paths = {given: given.partition("=")[0].strip() for given in several}
+    for override in sorted(several, key=lambda one: not (paths[one].endswith(".type") or paths[one] in SWITCHED)):
         apply_override(document, override)
 
 

@@ -43,9 +43,13 @@ def settings_of[S: Section](model: type[S], given: Mapping[str, Any], what: str)
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']} (given: {one['input']!r})" for one in error.errors()]
-        known = ", ".join(model.model_fields)
-        raise InputError(f"{what} has the settings {known}; wrong are\n" + "\n".join(flaws)) from None
+        flaws = [
+            "unknown setting" if one["type"] == "extra_forbidden" else f"{one['msg']} (given: {one['input']!r})"
+            for one in error.errors()
+        ]
+        named = [f"  {'.'.join(map(str, one['loc']))}: {flaw}\n" for one, flaw in zip(error.errors(), flaws, strict=True)]
+        fact = f"{what} cannot have these settings:\n{''.join(named)}"
+        raise InputError(f"{fact}its settings are {', '.join(model.model_fields)}") from None
 
 
 def public(url: str) -> str:

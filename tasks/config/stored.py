@@ -16,7 +16,7 @@ from storage.backends.root import Root
 from storage.errors import InputError, NotCommitted, SchemaMismatch
 from storage.manifest import Fence, load
 from storage.revisions import Revisions, read_revisions
-from storage.upkeep.catalog import check_not_removed, names
+from storage.upkeep.catalog import check_not_removed, names, require_run
 from storage.upkeep.fork import check_past, check_unused
 from tasks.config.credentials import shown_text
 from tasks.config.document import apply_overrides, explained, reparsed
@@ -268,7 +268,8 @@ def _document(root: Root, run: str) -> tuple[dict[str, JsonValue], str]:
         # unlike that of json, this parser refuses any depth as a ValueError
         document = from_json(records.unseal(root.read_bytes(key), where, key))
     except NotCommitted:
-        raise InputError(f"there is no run {run!r} in {root.url}: check --root and the name") from None
+        require_run(root, run)
+        raise
     except ValueError as error:
         raise SchemaMismatch(f"{where} is not JSON: {error}. Restore the object from a copy") from None
     if not isinstance(document, dict):

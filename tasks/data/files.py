@@ -336,8 +336,7 @@ def _csv(stream: IO[bytes], where: str, delimiter: str = ",") -> Iterator[Record
                     raise InputError(f"{fact}. Fix or remove the line")
                 yield row
         except UnicodeDecodeError as error:
-            place = f"{where}, after line {rows.line_num}"
-            raise InputError(f"{place}: not UTF-8 ({error}). Write the file in UTF-8") from None
+            raise InputError(f"{where}, behind line {rows.line_num}: not UTF-8 ({error}). Write it in UTF-8") from None
         except csv.Error as error:
             raise InputError(f"{where}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line") from None
 

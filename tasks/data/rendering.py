@@ -154,10 +154,9 @@ class Renderer:
             return messages
         if isinstance(value, str) and not is_blank(value):
             return value
-        raise InputError(
-            f"field {field!r} is {shown(value)}, but a text or messages are expected. Name the right field with "
-            f"data.prompt_field or fix the record; its fields are {', '.join(map(str, record))}"
-        )
+        fact = f"field {field!r} is {shown(value) if field in record else 'missing'}, but a text or messages are expected"
+        repair = "Name the right field with data.prompt_field or fix the record"
+        raise InputError(f"{fact}. {repair}; its fields are {', '.join(map(str, record))}")
 
     def _turn(self, chat: Chat, text: str, solved: Message | None, say: Say) -> Turn | None:
         if solved is None:

@@ -12,6 +12,7 @@ import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
+from storage.backends.root import check_slashes
 from storage.errors import InputError, StorageError, StorageUnavailable
 from tasks.config.credentials import has_credentials, shown_text
 from tasks.config.environment import resolve, without_secrets
@@ -53,6 +54,7 @@ class ExportFolder:
     def new(cls, url: str) -> "ExportFolder":
         """Accept the local folder or URL of a folder that does not exist, is empty, or was left by an interrupted
         export. Raises InputError: it holds something else, has credentials in its URL, or cannot be reached."""
+        check_slashes(url, "--to")
         url = url if "://" in url or url.startswith("env:") else str(Path(url).expanduser().absolute())
         if has_credentials(url):
             fact = f"--to {shown_text(url)} has credentials in its URL"
