@@ -140,7 +140,7 @@ class Run:
         cells = {name: [row.values.get(name, row.texts.get(name)) for row in rows] for name in columns_of(rows)}
         return pa.table({**fixed, **cells})
 
-    def samples(self, iterations: Collection[int] | None = None, *, texts: bool = True) -> "pa.Table":
+    def samples(self, iterations: int | Collection[int] | None = None, *, texts: bool = True) -> "pa.Table":
         """Samples with their scores, a row each; see `samples`."""
         return samples(self.name, root=self.root, iterations=iterations, texts=texts)
 
@@ -169,7 +169,7 @@ def samples(
     run: str,
     *,
     root: Place = DEFAULT_ROOT,
-    iterations: Collection[int] | None = None,
+    iterations: int | Collection[int] | None = None,
     revision: int | None = None,
     texts: bool = True,
 ) -> "pa.Table":
@@ -186,7 +186,7 @@ def samples(
 def retrain(
     run: str,
     start: str | None = None,
-    select: Sequence[str] = (),
+    select: str | Sequence[str] = (),
     *,
     root: Place = DEFAULT_ROOT,
     config: Place | None = None,

@@ -17,7 +17,7 @@ INPUTS = (
     ),
     Mutant(
         "gold-by-str",
-        "a response is compared with what Python writes of an answer that is no text",
+        "a response is compared with what Python writes of an answer that is not text",
         "tasks/rewards/match.py",
         '    text = (text_of(record.get(field)) or "").strip()\n    if not text:\n',
         "    text = str(record.get(field)).strip()\n    if False:\n",
@@ -33,7 +33,7 @@ INPUTS = (
     ),
     Mutant(
         "messages-as-text",
-        "messages that are no JSON are given to the model as they are written",
+        "messages that are not JSON are given to the model as they are written",
         "tasks/data/rendering.py",
         "    if not _LIKE_MESSAGES.match(text):\n",
         '    if not text.lstrip().startswith("[{\\"role"):\n',
@@ -177,7 +177,7 @@ INPUTS = (
     ),
     Mutant(
         "names-of-bytes",
-        "a name that is no UTF-8 is met when the run is recorded",
+        "a name that is not UTF-8 is met when the run is recorded",
         "tasks/config/document.py",
         "        json.dumps(document, ensure_ascii=False, default=str).encode()\n",
         "",
@@ -193,7 +193,7 @@ INPUTS = (
     ),
     Mutant(
         "tools-of-no-conversation",
-        "tools_field is given for records that are no conversations, and this is not said",
+        "tools_field is given for records that are not conversations, and this is not said",
         "tasks/data/sources.py",
         'elif setting == "tools_field" and not any(setting in one.used for one in counted):',
         "elif False:",

@@ -151,7 +151,7 @@ MODELS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "auxiliary-loss-not-reported",
-        "the auxiliary loss is no metric",
+        "the auxiliary loss is not a metric",
         "trainer_core/phases/update.py",
         '    return {"auxiliary_loss": float(np.mean(found))} if found else {}\n',
         "    return {}\n",

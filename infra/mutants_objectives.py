@@ -204,7 +204,7 @@ OBJECTIVES = (
     ),
     Mutant(
         "objective-source-not-recorded",
-        "the source of an objective is no part of a run's meaning",
+        "the source of an objective is not part of a run's meaning",
         "tasks/config/document.py",
         "    return _with_sources(placed(document, (RunConfig,), change, NONE))\n",
         "    return placed(document, (RunConfig,), change, NONE)\n",
@@ -212,7 +212,7 @@ OBJECTIVES = (
     ),
     Mutant(
         "imports-of-an-objective-not-digested",
-        "files that a user's file imports are no part of its source",
+        "files that a user's file imports are not part of its source",
         "trainer_core/user_code.py",
         "            pending += _imports(texts[file], file, folder, package)\n",
         "",

@@ -8,7 +8,7 @@ _CONFIG = ("tests/tasks/config/test_engine.py",)
 OWN_ENGINE = (
     Mutant(
         "engine-source-not-recorded",
-        "the source of an engine is no part of a run's meaning",
+        "the source of an engine is not part of a run's meaning",
         "tasks/config/document.py",
         '    if "engine" in document:\n',
         "    if False:\n",

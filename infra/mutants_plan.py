@@ -211,7 +211,7 @@ PLAN = (
     ),
     Mutant(
         "everything-is-converted-ahead",
-        "what is no view of a weight is made before its turn too, and takes the memory of all buckets",
+        "what is not a view of a weight is made before its turn too, and takes the memory of all buckets",
         "trainer_core/weights/conversion.py",
         "                if one.views:\n",
         "                if one.live is not None:\n",

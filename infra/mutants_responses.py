@@ -38,7 +38,7 @@ RESPONSES = (
     ),
     Mutant(
         "gap-of-the-sample-before",
-        "the first sampled token of a sample counts what lies behind the last one of the sample before",
+        "the first sampled token of a sample counts what lies after the last one of the sample before",
         "trainer_core/batches/reading.py",
         "places - np.maximum(before, starts[rows])",
         "places - before",

@@ -126,7 +126,7 @@ STORE = (
     ),
     Mutant(
         "stray-is-an-entry",
-        "a file in the folder of a lease that is no entry counts as one",
+        "a file in the folder of a lease that is not an entry counts as one",
         "storage/layout.py",
         '    found = _LEASE.fullmatch(key.partition("/")[2])\n',
         '    found = re.search(r"lease/.*?([0-9]+)", key)\n',
@@ -270,7 +270,7 @@ STORE = (
     ),
     Mutant(
         "record-before-the-lease",
-        "a removal deletes its record before the lease, and what is left is no removal any more",
+        "a removal deletes its record before the lease, and what is left is not a removal any more",
         "storage/upkeep/removal.py",
         "    _delete(root, root.stored(layout.lease_folder(run)))\n    root.remove(layout.removal_key(run))\n",
         "    root.remove(layout.removal_key(run))\n    _delete(root, root.stored(layout.lease_folder(run)))\n",

@@ -136,7 +136,7 @@ TEXT = (
     ),
     Mutant(
         "two-ends",
-        "a turn whose end is no stop token gets another end",
+        "a turn whose end is not a stop token gets another end",
         "tasks/data/prompts.py",
         'turn.body + ("" if unended[row] else turn.end)',
         "turn.body + turn.end",

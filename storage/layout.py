@@ -11,7 +11,7 @@ STATE = "state/"
 
 _RUN = "[a-z0-9][a-z0-9._-]{0,62}"
 _STAGE = "[a-z-]+"
-# each number has one form: a copy under another form of the same name is no record
+# each number has one form: a copy under another form of the same name is not a record
 _NUMBER, _SIX, _NINE = r"(?:0|[1-9]\d*)", r"(?:\d{6}|[1-9]\d{6,})", r"(?:\d{9}|[1-9]\d{9,})"
 _WORK = rf"manifests/{_SIX}/{_STAGE}\.r{_NUMBER}"
 _MANIFEST = re.compile(rf"{_WORK}\.json", re.ASCII)

@@ -87,7 +87,7 @@ class Part(BaseModel, frozen=True, extra="forbid"):
     digest: str  # xxh3-128 of the object, hexadecimal
     rows: NonNegativeInt | None = None  # rows, if the part is a table
     measured: Annotated[bool, Field(exclude_if=operator.not_)] = False
-    """True if it tells how the work went, as times and failures. It is no part of the manifest's identity."""
+    """True if it tells how the work went, as times and failures. It is not part of the manifest's identity."""
 
     @model_validator(mode="after")
     def _stays_inside(self) -> Self:

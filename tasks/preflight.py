@@ -30,7 +30,7 @@ _SMALL = 1 << 20  # bytes; a larger file that is not local is compared by its si
 
 
 def check_continued(config: RunConfig, root: Root, prepared: Prepared, selected: Manifest | None = None) -> None:
-    """Refuse changed settings and a changed model. A model that cannot be read any more is no matter. `selected` is the
+    """Refuse changed settings and a changed model; one that can no longer be read does not matter. `selected` is the
     stage `select` of a run on stored samples, if it is committed. Raises InputError: with both values, and the command
     that makes a fork, or the advice to start a new run."""
     _check_settings(config, root, prepared.manifest.run)
@@ -95,7 +95,7 @@ def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
 
 def check_model(section: ModelSection, holder: Manifest, prefix: str = MODEL, key: str = MODEL_KEY) -> None:
     """Raises InputError: a file of the model, or of another of the run, is not what a stage, the `holder`, has stored.
-    Its parts begin with `prefix`, and the setting `key` names it. A model that is gone is no matter."""
+    Its parts begin with `prefix`, and the setting `key` names it. A model that is gone does not matter."""
     try:
         folder = find_model(section, key)
         there = folder.files()

@@ -145,7 +145,7 @@ _ENDS = pytest.StashKey[ExitStack]()
 
 @pytest.fixture(scope="session")
 def group_end(request: pytest.FixtureRequest) -> ExitStack:
-    """Work behind the last test of a group: a server without work takes a tenth of a core."""
+    """Work after the last test of a group: a server without work takes a tenth of a core."""
     return request.session.stash.setdefault(_ENDS, ExitStack())
 
 

@@ -109,7 +109,10 @@ def test_a_folder_and_a_configuration_may_be_objects(run):
     made = ratchet._configured(tables, ["run.seed=7"])
     assert made.run.seed == 7
     assert ratchet._configured(made, ["run.seed=8"]).run.seed == 8
-    assert ratchet._configured(PROJECT / "infra" / "examples" / "demo.toml", []).run.iterations == 20
+    assert ratchet.load_config(PROJECT / "infra" / "examples" / "demo.toml", "run.seed=9").run.seed == 9
+    assert run.samples(1).equals(run.samples([1]))
+    with pytest.raises(ratchet.InputError, match=r"there is no run 'other'.*, only small"):
+        ratchet.retrain("new", f"{run.name}@1", "other", root=run.root)
 
 
 def test_a_complete_run_has_nothing_to_do(run, capsys):

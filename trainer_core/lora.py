@@ -47,12 +47,12 @@ def module_of(factor: str) -> str:
 
 
 def is_target(name: str, targets: Iterable[str]) -> bool:
-    """True if a module's name is a target, or ends with one behind a dot."""
+    """True if a module's name is a target, or ends with one after a dot."""
     return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def check_targets(config: LoraConfig | None, model: Mapping[str, Any], experts: int) -> None:
-    """Refuse targets that are no matrices of the model, whose config.json is `model`, or are those of its `experts`.
+    """Refuse targets that are not matrices of the model, whose config.json is `model`, or are those of its `experts`.
     Without adapters nothing is checked. Raises InputError."""
     possible = [*_of_attention(model), *_of_layers(model, experts)]
     routed = [f"mlp.experts.{name}" for name in _DENSE] if experts else []
@@ -64,7 +64,7 @@ def check_targets(config: LoraConfig | None, model: Mapping[str, Any], experts: 
                 f"{', '.join(possible)}"
             )
         if not any(is_target(name, [target]) for name in possible):
-            raise InputError(f"{given}, which is no matrix of the model's layers: use names of {', '.join(possible)}")
+            raise InputError(f"{given}, not a matrix of the model's layers: use names of {', '.join(possible)}")
 
 
 def _of_attention(model: Mapping[str, Any]) -> list[str]:

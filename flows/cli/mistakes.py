@@ -57,8 +57,8 @@ def _fact(error: CycloptsError, words: Sequence[str]) -> str:
 def _unknown(given: str, words: Sequence[str], commands: Sequence[str]) -> str:
     meant = {**({} if words else _MEANT), **{name: name for name in commands}}
     if near := difflib.get_close_matches(given, meant, n=1, cutoff=_NEAR):
-        return f"{given!r} is no command: did you mean `{' '.join(('ratchet', *words, meant[near[0]]))}`?"
-    return f"{given!r} is no command: there are {', '.join(commands)}"
+        return f"{given!r} is not a command: did you mean `{' '.join(('ratchet', *words, meant[near[0]]))}`?"
+    return f"{given!r} is not a command: there are {', '.join(commands)}"
 
 
 def _unused(left: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ def several(help: str, name: str | None = None) -> Parameter:
 
 
 def option_name(field: str) -> str:
-    """The option of a field of settings: `passing` is --pass, which is no name in Python."""
+    """The option of a field of settings: `passing` is --pass, which is not a name in Python."""
     return "pass" if field == "passing" else default_name_transform(field)
 
 
@@ -140,7 +140,7 @@ def _example(form: str) -> str:
 
 def _iteration(text: str, given: str | None, form: str) -> int | None:
     if given is not None and not (given.isascii() and given.isdigit()):
-        raise InputError(f"{text!r}: {given!r} is no iteration: write a number, as in {_example(form)}")
+        raise InputError(f"{text!r}: {given!r} is not an iteration: write a number, as in {_example(form)}")
     return None if given is None else int(given)
 
 
@@ -150,4 +150,4 @@ def _stage(given: str | None) -> str | None:
         return given
     near = difflib.get_close_matches(given, stages, n=1)
     repair = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(stages)}"
-    raise InputError(f"{given!r} is no stage: {repair}")
+    raise InputError(f"{given!r} is not a stage: {repair}")

@@ -56,7 +56,9 @@ def rm_command(run: RunId, *, yes: Annotated[bool, flag("Do not ask.")] = False,
 
 def _confirmed(output: Output, there: Removed) -> bool:
     if not sys.stdin.isatty():
-        raise InputError(f"ratchet rm {there.run} asks before it removes anything, and this is no terminal: give --yes")
+        raise InputError(
+            f"ratchet rm {there.run} asks before it removes anything, but not in a pipe or a job: give --yes"
+        )
     output.say(f"remove {there.objects} objects ({size(there.bytes)}) of run {there.run}? [y/N]")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -91,7 +91,7 @@ class FaultFolder:
         return [Reached.model_validate_json(line) for line in self._lines(_REACHED)]
 
     def note(self, victim: str) -> None:
-        """Record a kill from outside, at any moment behind the newest point."""
+        """Record a kill from outside, at any moment after the newest point."""
         here = self.reached()[-1]
         fault = Fault(here.stage, here.iteration, here.point, victim)
         for name in (_DELIVERED, _PLANNED):  # a planned kill that was delivered is not delivered again
@@ -189,7 +189,7 @@ def _victims(config: RunConfig, stage: Stage, point: Point) -> list[str]:
     if stage in (Stage.PREPARE, Stage.REWARD) or point is Point.STARTED:
         return [FLOW, NODE]  # after a restart the workers may not exist yet
     workers = _workers(config)
-    if stage is Stage.TRAIN:  # engines start beside it, or with `train.memory` behind it
+    if stage is Stage.TRAIN:  # engines start beside it, or with `train.memory` after it
         late = ("engine-", "core-", "worker-") if config.train.memory.in_use else ("core-", "worker-")
         workers = [one for one in workers if not one.startswith(late)]
     if stage is not Stage.ROLLOUT or point not in _PLAYING:

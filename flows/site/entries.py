@@ -46,7 +46,7 @@ def _fires(cron: str) -> str:
         CronSchedule(cron=cron)
     except ValidationError:
         form = 'minute, hour, day, month, weekday, such as "0 2 * * *"'
-        raise ValueError(f"{cron!r} is no cron schedule: give {form}") from None
+        raise ValueError(f"{cron!r} is not a cron schedule: give {form}") from None
     return cron
 
 
@@ -59,7 +59,7 @@ def _not_too_short(interval: float) -> float:
 def _exists(timezone: str) -> str:
     if timezone not in available_timezones():
         near = difflib.get_close_matches(timezone, available_timezones(), 1)
-        raise ValueError(f"{timezone!r} is no time zone: give {near[0] if near else 'one such as Europe/Berlin'}")
+        raise ValueError(f"{timezone!r} is not a time zone: give {near[0] if near else 'one such as Europe/Berlin'}")
     return timezone
 
 

@@ -148,7 +148,7 @@ def find(running: RunningProcess) -> psutil.Process | None:
 
 def strays(folder: Path, recorded: Iterable[RunningProcess], command: str | None = None) -> list[psutil.Process]:
     """Topmost processes of a site that are in no record: `up` was killed before it wrote one, or their parent was.
-    Those below a recorded one are no strays. With `command`, only those that have this word in their command line."""
+    Those below a recorded one are not strays. With `command`, only those that have this word in their command line."""
     known = {process.pid for one in recorded if (process := find(one)) is not None}
     marked = {process.pid: process for process in psutil.process_iter() if _is_marked(process, folder)}
     found = []

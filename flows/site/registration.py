@@ -115,7 +115,7 @@ def webhook_url(given: str) -> str:
         raise InputError("--notify has a password in it: give it as env:NAME, and export NAME")
     url = resolve(given, "--notify")
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-        raise InputError("--notify is no URL of a webhook: give https://..., env:NAME, or off")
+        raise InputError("--notify is not a URL of a webhook: give https://..., env:NAME, or off")
     return url
 
 

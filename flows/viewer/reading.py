@@ -172,7 +172,7 @@ def _by_trainer(
         return None, "the state of the iteration was not stored (storage.save_every), nor is what was stored beside it"
     table = read_parts(root, [manifest.part(TRAINER_TABLE)], TRAINER)
     own = table.filter((pc.field("prompt_id") == prompt_id) & (pc.field("sample_id") == sample_id))
-    found = own["logprobs"].to_pylist()[0]  # of its row behind those of its other branches
+    found = own["logprobs"].to_pylist()[0]  # of its row after those of its other branches
     return found, None if found is not None else "the sample was not trained on"
 
 

@@ -195,7 +195,7 @@ def _named(tokens: Sequence[Token]) -> str:
 
 
 def _needs(needs: Needs) -> list[str]:
-    beside = {"scoring processes": needs.reward_processes, "environment processes, at most": needs.environment_processes}
+    beside = {"scoring processes": needs.reward_processes, "environment processes up to": needs.environment_processes}
     scoring = next((f"{name} {number}" for name, number in beside.items() if number), "scoring in the flow process")
     once, kept = size(needs.stored_bytes), f"{needs.states_kept} x {size(needs.state_bytes)}"
     whole = size(needs.stored_bytes + needs.state_bytes * needs.states_kept)

@@ -26,7 +26,7 @@ class SQLite(Backend):
     def __init__(self, url: str) -> None:
         self.file = Path(url.partition("://")[2])
         if not self.file.parent.is_dir() or not self.file.is_absolute():
-            raise ValueError(f"{self.file} is no absolute path of a file in a folder that exists")
+            raise ValueError(f"{self.file} is not an absolute path of a file in a folder that exists")
 
     def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
         return self._do("insert or ignore into objects values (?, ?, ?, ?)", key, data, len(data), time())[0] == 1

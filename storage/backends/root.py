@@ -303,7 +303,7 @@ def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
     kind = _called(url, lambda: _found(scheme, url))
     made = _called(url, lambda: kind(url))
     if not isinstance(made, Backend):
-        raise InputError(f"storage root {url!r}: {type(made).__name__} is no subclass of storage.backends.Backend")
+        raise InputError(f"storage root {url!r}: {type(made).__name__} is not a subclass of storage.backends.Backend")
     return Root(url, made)
 
 

@@ -79,7 +79,7 @@ def verify(root: Root, run: str) -> Verification:
     """Hash every object of a run again and follow every reference."""
     try:
         return _verified(root, run)
-    except StorageUnavailable as error:  # a folder in the place of a record, or the reverse; links; permissions
+    except StorageUnavailable as error:  # a folder in place of a record, or the reverse; links; permissions
         return Verification(run=run, manifests=0, parts=0, bytes=0, retired=0, findings=(_damaged(run, error),))
 
 

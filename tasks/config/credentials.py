@@ -35,7 +35,7 @@ _USER_INFO = re.compile(
 )
 _QUERY = re.compile(r"(?P<name>[?&#;][A-Za-z0-9_.-]+)=(?P<value>[^&#;\s'\"]+)")
 
-# of variables of an environment, which have no form: a word of the name, and a value that is no setting
+# of variables of an environment, which have no form: a word of the name, and a value that is not a setting
 _SECRET_WORD = re.compile(
     r"(?:\w*(?:apikey|passphrase|passwd|password|secrets?|token)"
     r"|auth|bearer|cookie|credentials?|dsn|jwt|keys?|pass|pat|pwd|webhook)\d*"
@@ -77,7 +77,7 @@ def literal_secrets(value: JsonValue, path: str, secret: bool = False) -> Iterat
 @functools.lru_cache(maxsize=1024)
 def secret_texts(name: str, value: str) -> tuple[str, ...]:
     """The texts by which a variable of the environment would give a secret away; none if it does not look like one. It
-    does if its name says so and the value is no folder, number or word, if the value has a form of keys or is random,
+    does if its name says so and it is not a folder, number or word, if the value has the form of a key or is random,
     or if it has credentials in a URL."""
     inner = [text for found in _USER_INFO.finditer(value) if (text := (found["password"] or "")[1:])]
     inner += [unquote(text) for text in inner]

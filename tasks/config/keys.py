@@ -51,7 +51,7 @@ def key_at(model: type[BaseModel], path: str) -> Key | None:
 
 
 def leaves_of(model: type[BaseModel], above: Mark = NONE, prefix: str = "") -> Iterator[tuple[str, Key]]:
-    """Every key that is no table itself, by `section.key`; the keys of tables in lists too."""
+    """Every key that is not a table itself, by `section.key`; the keys of tables in lists too."""
     for name in model.model_fields:
         key = key_of((model,), name, above)
         assert key is not None

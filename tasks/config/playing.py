@@ -1,4 +1,4 @@
-"""The table `[environment]`: conversations of several turns in the place of plain answers."""
+"""The table `[environment]`: conversations of several turns in place of plain answers."""
 
 from typing import Annotated, Literal
 

@@ -29,7 +29,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _without_secrets(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a literal secret, or a URL with credentials in the place of a file, which would be stored."""
+        """Refuse a literal secret, or a URL with credentials in place of a file, which would be stored."""
         marks = [one for one in cls.model_fields[str(info.field_name)].metadata if isinstance(one, Mark)]
         if isinstance(value, str) and any(one.secret for one in marks) and referenced(value) is None:
             raise ValueError('it would be stored with the run: give it by reference, as "env:NAME"')
@@ -43,13 +43,9 @@ def settings_of[S: Section](model: type[S], given: Mapping[str, Any], what: str)
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        flaws = [
-            "unknown setting" if one["type"] == "extra_forbidden" else f"{one['msg']} (given: {one['input']!r})"
-            for one in error.errors()
-        ]
-        named = [f"  {'.'.join(map(str, one['loc']))}: {flaw}\n" for one, flaw in zip(error.errors(), flaws, strict=True)]
-        fact = f"{what} cannot have these settings:\n{''.join(named)}"
-        raise InputError(f"{fact}its settings are {', '.join(model.model_fields)}") from None
+        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']} (given: {one['input']!r})" for one in error.errors()]
+        known = ", ".join(model.model_fields)
+        raise InputError(f"{what} has the settings {known}; wrong are\n" + "\n".join(flaws)) from None
 
 
 def public(url: str) -> str:

@@ -51,7 +51,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Special:
-    """Token ids of a tokenizer that are no text."""
+    """Token ids of a tokenizer that are not text."""
 
     stop: int | None  # ends a sequence
     begin: int | None
@@ -208,7 +208,7 @@ def _added(backend: Backend, token: int, begun: str, text: str) -> bytes:
 
 
 def _raw(written: str) -> bytes:
-    """Bytes of a token that are no UTF-8 by themselves; none if the tokenizer does not write bytes so."""
+    """Bytes of a token that are not UTF-8 by themselves; none if the tokenizer does not write bytes so."""
     if len(written) == len("<0x00>") and written.startswith("<0x"):
         return bytes.fromhex(written[3:5])
     return bytes(_BYTES[sign] for sign in written) if all(sign in _BYTES for sign in written) else b""

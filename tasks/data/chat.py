@@ -152,7 +152,7 @@ def _continued(text: str, whole: str, frame: _Frame, message: Message, say: Say)
     if not (whole.startswith(text) and whole.endswith(frame.end)):
         return None
     body, answer = whole[len(text) : len(whole) - len(frame.end)], str(message["content"])
-    if message.get("tool_calls"):  # they come behind the text
+    if message.get("tool_calls"):  # they come after the text
         return Turn(body, frame.end) if _within(answer, body) else None
     if (text + body).endswith(answer) and (body or not answer):
         return Turn(body, frame.end)

@@ -1,4 +1,4 @@
-"""Reward models as Hugging Face folders: classifiers with one label, whose score is a value behind a sequence."""
+"""Reward models as Hugging Face folders: classifiers with one label, whose score is a value after a sequence."""
 
 import json
 from collections.abc import Container, Mapping

@@ -42,7 +42,7 @@ _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"
 }  # fmt: skip
 _NO_OBJECT = (ValueError, OverflowError, KeyError, pa.ArrowException)
-"""Errors of Arrow about a value that is no object of Python, such as a date after the year 9999."""
+"""Errors of Arrow about a value that is not an object of Python, such as a date after the year 9999."""
 _FOREIGN = (".zst", ".lz4", ".sz", ".br", ".7z", ".tar", ".tgz", ".rar")
 """Ends of packed files that fsspec reads only with a package that is not here, or not at all."""
 _BLANKS = b"\xef\xbb\xbf \t\r\n"
@@ -145,7 +145,7 @@ def form_of(name: str) -> str | None:
 
 
 def objects(file: Path, form: str, where: str) -> Iterator[Record]:
-    """The objects of a file of lines; their values are not checked. Raises InputError: something in it is no record,
+    """The objects of a file of lines; their values are not checked. Raises InputError: something in it is not a record,
     naming its line or record, and its field."""
     with _unpacked(file, where) as stream:
         yield from _READERS[form](stream, where)
@@ -175,7 +175,7 @@ def _missing(shown: str) -> str:
 
 
 def _filesystem(address: str) -> tuple[Any, str]:
-    """The filesystem of an address, and its path there. A `::` in the name of a local file is no chain of URLs."""
+    """The filesystem of an address, and its path there. A `::` in the name of a local file is not a chain of URLs."""
     if "://" in address:
         return fsspec.core.url_to_fs(address)
     return fsspec.filesystem("file"), str(Path(address).expanduser().absolute())
@@ -336,7 +336,7 @@ def _csv(stream: IO[bytes], where: str, delimiter: str = ",") -> Iterator[Record
                     raise InputError(f"{fact}. Fix or remove the line")
                 yield row
         except UnicodeDecodeError as error:
-            raise InputError(f"{where}, behind line {rows.line_num}: not UTF-8 ({error}). Write it in UTF-8") from None
+            raise InputError(f"{where}, after line {rows.line_num}: not UTF-8 ({error}). Write it in UTF-8") from None
         except csv.Error as error:
             raise InputError(f"{where}, line {rows.reader.line_num}: not valid CSV ({error}). Fix the line") from None
 

@@ -49,7 +49,7 @@ def is_weights(name: str) -> bool:
 
 
 def is_hub_id(source: str) -> bool:
-    """True if a source that is no existing folder can be a model of the hub."""
+    """True if a source that is not an existing folder can be a model of the hub."""
     return (_URL if source.startswith(_SCHEME) else _ID).fullmatch(source) is not None
 
 

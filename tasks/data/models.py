@@ -183,7 +183,7 @@ def _stored(source: str, key: str) -> str:
     root, _, which = source.rpartition("//")
     words = [which, *(["--critic"] if key == KEYS["critic"] else []), "--to", "FOLDER"]
     command = shlex.join(["ratchet", "export", *words, *([f"--root={root}"] if root else [])])
-    return f"{key} {source} names a stored state, which is no folder: write it to one with `{command}`, and name that"
+    return f"{key} {source} names a stored state, not a folder: write it to one with `{command}`, and name that"
 
 
 def _absent(section: ModelSection, source: str, key: str) -> str:

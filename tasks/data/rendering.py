@@ -65,7 +65,7 @@ class Renderer:
     source: DataSource
     codec: TextCodec
     where: str
-    trained: bool = True  # True if the answers are trained on; else one that cannot be is no error
+    trained: bool = True  # True if the answers are trained on; else one that cannot be is not an error
     accept: Collection[str] = ()  # as `data.accept`
     notes: Notes = field(default_factory=Notes)
     used: set[str] = field(default_factory=set)
@@ -154,7 +154,8 @@ class Renderer:
             return messages
         if isinstance(value, str) and not is_blank(value):
             return value
-        fact = f"field {field!r} is {shown(value) if field in record else 'missing'}, but a text or messages are expected"
+        came = shown(value) if field in record else "missing"
+        fact = f"field {field!r} is {came}, but a text or messages are expected"
         repair = "Name the right field with data.prompt_field or fix the record"
         raise InputError(f"{fact}. {repair}; its fields are {', '.join(map(str, record))}")
 
@@ -224,7 +225,7 @@ def _parsed(text: str, field: str) -> Any:
         found = parsed(text)
         flawed = flaw(found)
         reason = (
-            f"{flawed.place} {flawed.fact}" if flawed else "" if _are_messages(found) else " is no list of messages"
+            f"{flawed.place} {flawed.fact}" if flawed else "" if _are_messages(found) else " is not a list of messages"
         )
     except (ValueError, RecursionError) as error:
         reason = f" is not JSON ({error})"

@@ -62,7 +62,7 @@ class TextCodec:
 
     @property
     def special(self) -> frozenset[int]:
-        """Tokens that are no text."""
+        """Tokens that are not text."""
         return self.backend.special.all
 
     @property

@@ -31,7 +31,7 @@ class Keyed[T]:
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:
-    """The content of a model's file. Raises InputError: it is no JSON object; `name` is the file's."""
+    """The content of a model's file. Raises InputError: it is not JSON object; `name` is the file's."""
     try:
         found = json.loads(content)
     except ValueError as error:
@@ -56,7 +56,7 @@ def flaw(value: object) -> Flaw | None:
         each = ((place, flaw(one)) for place, one in enumerate(value))  # pyright: ignore[reportArgumentType]
         return next((Flaw(f"[{place}]{one.place}", one.fact) for place, one in each if one is not None), None)
     if kind is float and not math.isfinite(value):  # pyright: ignore[reportArgumentType]
-        return Flaw("", f"is {value}, which is no number")
+        return Flaw("", f"is {value}, which is not a number")
     if kind is str and not is_encodable(value):  # pyright: ignore[reportArgumentType]
         return Flaw("", f"is {shown(value)}, which has half of a surrogate pair")
     return None if kind in _PLAIN else Flaw("", f"is a {kind.__name__} ({shown(value)})")

@@ -1,7 +1,7 @@
 """Conversations that a user's function drives through a client: `drive(base_url, api_key, record, seed) -> reward`.
 
 The function and its client run in a process of their own. Each answer is durable before the client has it, so a
-function that runs again, after a failure or a kill, is given the same answers and goes on behind them."""
+function that runs again, after a failure or a kill, is given the same answers and goes on after them."""
 
 import asyncio
 import hashlib
@@ -95,7 +95,7 @@ class Driver:
             try:
                 try:
                     reward = await self._driven(task, session, sampler)
-                finally:  # it raises if the engines have failed: that is no failure of the function
+                finally:  # it raises if the engines have failed: that is not a failure of the function
                     await self.endpoint.close(session)
             except EnvironmentFailed as failure:
                 event = failed_with(failure, seconds=since(clock) - session.sampling_s)

@@ -195,7 +195,7 @@ def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
         raise Refused(f"{fact}: send less text", "request_too_large", 413)
     try:
         document = json_of(body.decode())
-        if b"\\ud" in body.lower():  # half of a surrogate pair is no text
+        if b"\\ud" in body.lower():  # half of a surrogate pair is not text
             json.dumps(document, ensure_ascii=False).encode()
         return kind.model_validate(document)
     except UnicodeError as error:

@@ -44,7 +44,7 @@ def find_engine(function: str, source: str) -> UserFunction:
 
 
 def load_engine(target: UserFunction) -> type[Any]:
-    """Import the class. Raises InputError: it cannot be imported, or is no class with `EngineProtocol`."""
+    """Import the class. Raises InputError: it cannot be imported, or is not a class with `EngineProtocol`."""
     with _refusing(target):
         kind = target.load().function
     if not isinstance(kind, type):

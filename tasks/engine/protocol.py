@@ -327,6 +327,6 @@ class ValuesProtocol(Protocol):
     """An engine whose model is a classifier: it gives a value in place of responses."""
 
     def values(self, sequences: Sequence[TokenIds]) -> NDArray[np.float32]:
-        """(N,) values behind the last token of each sequence, before any activation. Raises InputError: a sequence is
+        """(N,) values after the last token of each sequence, before any activation. Raises InputError: a sequence is
         empty, or longer than `EngineSpec.max_model_len`."""
         ...

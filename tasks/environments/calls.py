@@ -28,7 +28,7 @@ async def read_by(reader: Reader, text: str, tools: Sequence[Any]) -> Parts:
 
 
 def by_tags(text: str, tools: Sequence[Any]) -> Parts:
-    """The parts of an answer in the form `TAGS`. A call that is no JSON stays text: it is the model's mistake."""
+    """The parts of an answer in the form `TAGS`. A call that is not JSON stays text: it is the model's mistake."""
     thought, closed, rest = text.partition(_THOUGHT)
     reasoning = thought.strip().removeprefix("<think>").strip() if closed else None
     rest = rest.lstrip("\n") if closed else text

@@ -18,7 +18,7 @@ def check_environment(config: RunConfig) -> None:
         raise InputError("[environment] has no effect on stored samples, which [retrain] trains on: leave it out")
     most, context = config.environment.tokens, config.engine.max_model_len
     if most is not None and most >= context:
-        fact = f"environment.tokens = {most} is no limit, because engine.max_model_len = {context} ends conversations"
+        fact = f"environment.tokens = {most} is not a limit, since engine.max_model_len = {context} ends conversations"
         raise InputError(f"{fact} before: lower it, or leave it out")
     _check(config.environment.model_dump_json())
 

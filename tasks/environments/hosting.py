@@ -27,7 +27,7 @@ _HOSTS = 3  # tried in turn
 
 
 class EnvironmentFailed(Exception):
-    """An environment did not do its part: an infrastructure failure, which is no reward."""
+    """An environment did not do its part: an infrastructure failure, which is not a reward."""
 
     def __init__(self, reason: Reason, detail: str, restoring: bool = False) -> None:
         """With `restoring` the turns before it cannot be gone on with."""
@@ -74,7 +74,7 @@ class Host:
         raise EnvironmentFailed("exit", f"no process could be started for an environment, by {_HOSTS} hosts")
 
     async def _replace(self, host: subprocess.Popen[bytes]) -> None:
-        """Start another host in the place of one that opens nothing: it has been killed, and may not be gone yet."""
+        """Start another host in place of one that opens nothing: it has been killed, and may not be gone yet."""
         async with self._replacing:
             if self._process is host:
                 host.kill()

@@ -51,7 +51,7 @@ class Driven:
         except Exception as error:  # noqa: BLE001 - the user's code may raise anything
             raise InputError(f"{name} raised {described(error)}") from None
         if not _is_finite(reward):
-            raise InputError(f"{name} returned the reward {shown(reward)}, which is no finite number")
+            raise InputError(f"{name} returned the reward {shown(reward)}, which is not a finite number")
         return float(reward)
 
 

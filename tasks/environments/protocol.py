@@ -7,7 +7,7 @@ in a separate process. Beside the methods of the protocol it may have:
   with `name` and `arguments`, which are JSON.
 - `tools`: definitions of functions, as OpenAI writes them, which the chat template shows to the model.
 - `async replay(turns)`: bring an environment that was just reset to where it is after the `turns`, of class `Turn`.
-- `async save()`, which returns a text after each turn, and `async load(record, seed, text)` in the place of `reset`.
+- `async save()`, which returns a text after each turn, and `async load(record, seed, text)` in place of `reset`.
 
 With `replay`, or `save` and `load`, a conversation goes on after its process was lost; else it starts again.
 """

@@ -58,7 +58,7 @@ class Tools:
     ) -> None:
         """Functions with types and a docstring, or pairs of a definition and a function. The record's field `prompt` is
         a text, or messages. `reward` and its `arguments` score the last answer where `judge` is not overridden. Raises
-        InputError: one is no tool, or the reward function is not known or takes other arguments."""
+        InputError: one is not a tool, or the reward function is not known or takes other arguments."""
         self.offer([_tool(None, one) if callable(one) else _tool(*one) for one in offered])
         self._reward, self._prompt, self._arguments = find_reward(reward, "reward").load().function, prompt, arguments
         try:
@@ -118,7 +118,7 @@ def _tool(definition: Definition | None, function: Callable[..., Any]) -> Tool:
 
 
 def _arguments(name: str, function: Callable[..., Any], typed: bool) -> TypeAdapter[Any]:
-    """A table with the parameters of a function. Raises TypeError: one has no type, or is no keyword argument."""
+    """A table with the parameters of a function. Raises TypeError: one has no type, or is not a keyword argument."""
     fields: dict[str, Any] = {}
     found, more = inspect.signature(function, eval_str=True).parameters.values(), "forbid"
     for one in found:

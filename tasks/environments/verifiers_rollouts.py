@@ -95,6 +95,6 @@ def _noting(function: Callable[..., Any], failures: Failures) -> Callable[..., A
 
 
 def _check(error: Exception | None) -> None:
-    """Raise the error by which a rollout ended; a call that the policy wrote wrongly is no failure."""
+    """Raise the error by which a rollout ended; a call that the policy wrote wrongly is not a failure."""
     if error is not None and not isinstance(error, vf.ToolParseError):
         raise RuntimeError(f"{described(error)}, by {described(error.__cause__)}") if error.__cause__ else error

@@ -252,7 +252,7 @@ def _opened(
         policy = kind == "policy"
         materialize(root, trained, folder / "state", STATE, needed_for_weights if policy else needed_for_values)
         state = SavedState(folder / "state" / ("" if policy else CRITIC), weights_alone=True)
-        if state.facts.lora is not None:  # what adapters are added to is no part of the state
+        if state.facts.lora is not None:  # what adapters are added to is not part of the state
             materialize(root, prepared, folder, MODEL, is_weights)
         prepare("cpu")
         from trainer_core.hugging_face import StoredWeights  # imports Megatron, which must be prepared first

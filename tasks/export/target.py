@@ -104,7 +104,8 @@ class ExportFolder:
                 hashed = Hashed(cast(IO[bytes], opened))
                 yield hashed
         except OSError as error:
-            raise StorageUnavailable(f"{name} cannot be written to {self.shown}: {error}. Export again") from error
+            fact = f"{name} cannot be written to {self.shown}: {error}"
+            raise StorageUnavailable(f"{fact}. Correct that, and export again") from error
         self.digests[name] = hashed.digest
 
     def write(self, name: str, data: bytes) -> None:

@@ -228,5 +228,5 @@ def _takes(found: pa.DataType, kind: Kind) -> bool:
 
 def _validated(column: pa.Array) -> pa.Array:
     if column.type == _TEXT:
-        column.validate(full=True)  # a file may hold bytes that are no UTF-8
+        column.validate(full=True)  # a file may hold bytes that are not UTF-8
     return column

@@ -68,7 +68,7 @@ class SampleRows:
         lists = column.array()
         column.refuse(lengths_of(lists) == 0, "is empty")
         flat = _flat(lists)
-        column.refuse(any_of(lists, (flat < 0) | (flat > _INT32)), "holds a number that is no token id")
+        column.refuse(any_of(lists, (flat < 0) | (flat > _INT32)), "holds a number that is not a token id")
         return lists.cast(pa.list_(pa.int32()))
 
     def logprobs(self, responses: pa.ListArray) -> pa.ListArray:

@@ -55,13 +55,13 @@ def check_numbers(facts: Mapping[str, Any], where: str) -> None:
     heads = facts["num_attention_heads"]
     groups = int(facts.get("num_key_value_heads") or heads)
     if heads % groups:
-        fact = f"{where}: num_attention_heads = {heads} in config.json is no multiple of num_key_value_heads = {groups}"
-        raise InputError(f"{fact}: correct it")
+        fact = f"{where}: num_attention_heads = {heads} in config.json is not a multiple of num_key_value_heads"
+        raise InputError(f"{fact} = {groups}: correct it")
     # transformers refuses such a Llama even with a head_dim
     needed = facts.get("head_dim") is None or "LlamaForCausalLM" in facts.get("architectures", ())
     if needed and facts["hidden_size"] % heads:
         raise InputError(
-            f"{where}: hidden_size = {facts['hidden_size']} in config.json is no multiple of num_attention_heads = "
+            f"{where}: hidden_size = {facts['hidden_size']} in config.json is not a multiple of num_attention_heads = "
             f"{heads}: correct it"
         )
 

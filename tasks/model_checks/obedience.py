@@ -70,7 +70,7 @@ def _disobeyed_positions(facts: Table, architecture: str) -> Iterator[tuple[str,
     given = {name: facts[name] for name in _ROPE_NAMES if facts.get(name) not in (None, {})}
     for name, rope in given.items():
         if not isinstance(rope, dict):
-            yield name, f"{name} = {json.dumps(rope)} in config.json is no table"
+            yield name, f"{name} = {json.dumps(rope)} in config.json is not a table"
             return
     if len(given) == len(_ROPE_NAMES) and given["rope_scaling"] != given["rope_parameters"]:
         yield "rope_scaling", "rope_scaling and rope_parameters in config.json say different things: leave one out"

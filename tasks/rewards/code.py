@@ -33,8 +33,8 @@ def code_tests(
 
     The program is the last fenced block of Python, else the last without a name, else the whole response; what is
     thought before </think> does not count. A test is a text of Python statements, as `assert double(2) == 4`, which run
-    behind the program, or a table with the `input` that the program reads from standard input and the `output` that it
-    must print. Raises as `read_tests`, and SandboxFailed, which are no score.
+    after the program, or a table with the `input` that the program reads from standard input and the `output` that it
+    must print. Raises as `read_tests`, and SandboxFailed, which are not scores.
     """
     return float(failed_test(record, response, field=field, seconds=seconds, memory_mb=memory_mb, image=image) is None)
 
@@ -117,7 +117,7 @@ def _blocks(answer: str) -> Iterator[tuple[str, str]]:
 
 
 def _flaw_of_statements(program: str, statements: Sequence[str], run: Callable[[str], Ran | None]) -> str | None:
-    """None if the program and the statements behind it run to their end: a word that the program does not know is
+    """None if the program and the statements after it run to their end: a word that the program does not know is
     printed last, so that leaving early is not passing."""
     word = secrets.token_hex(16)
     ran = run("\n".join([program, *statements, f"print({word!r})"]))

@@ -63,10 +63,10 @@ def accepted(scores: Sequence[Score | None], responses: Sequence[Response], limi
         return tried
     examples = "\n".join(f"  {_example(responses[place], scores[place])}" for place in _chosen(bad, scores))
     counts = metrics(tried)
-    asked = f"{len(scores)}" if len(tried) == len(scores) else f"the first {len(tried)} of {len(scores)}"
+    of = f"{len(tried)} responses" + ("" if len(tried) == len(scores) else f", tried so far of {len(scores)},")
     kinds = f"{counts['errors']:.0f} errors, {counts['non_finite']:.0f} not finite, {counts['timeouts']:.0f}"
     raise StageFailed(
-        f"{what}: {len(bad)} of {asked} responses have no score ({kinds} time-outs), but reward.max_failures = "
+        f"{what}: {len(bad)} of {of} have no score ({kinds} time-outs), but reward.max_failures = "
         f"{limit:g} allows {failures_allowed(limit, len(scores))} of {len(scores)}. For example:\n{examples}\n"
         "Nothing was trained on them. Fix the function (`ratchet reward` tries it on stored samples), or change "
         "reward.max_failures: neither begins another run. Other settings of [reward] can be changed until an iteration "

@@ -60,7 +60,7 @@ class Lines:
         if not (name := batch.get("actor_name")):
             return  # Ray's own processes
         budget = self._budgets.setdefault(name, _Budget(self._clock()))
-        for text in (_STYLES.sub("", line).rstrip() for line in batch["lines"]):
+        for text in (_STYLES.sub("", line).rstrip().rpartition("\r")[2] for line in batch["lines"]):
             if (told := understood(text)) is not None and name == _TELLS:
                 self._counted(*told)
             if text and told is None and not _HARMLESS.search(text) and budget.spend(self._clock()):

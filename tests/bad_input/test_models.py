@@ -81,7 +81,7 @@ FOLDERS = {
     ),
     "heads and groups": (
         models.config(num_key_value_heads=4),
-        ["num_attention_heads = 2", "no multiple of num_key_value_heads = 4"],
+        ["num_attention_heads = 2", "not a multiple of num_key_value_heads = 4"],
     ),
     "no number": (
         models.config(hidden_size="64"),
@@ -171,7 +171,7 @@ SETTINGS = {
     ),
     "a target of LoRA": (
         ["train.lora.rank=4", "train.lora.targets=['q_proj','kv_b_proj']"],
-        ['train.lora.targets has "kv_b_proj", which is no matrix', "use names of self_attn.q_proj"],
+        ['train.lora.targets has "kv_b_proj", not a matrix', "use names of self_attn.q_proj"],
     ),
     "no target of LoRA": (
         ["train.lora.rank=4", "train.lora.targets=[]"],

@@ -90,7 +90,7 @@ CASES = {
         ["reward.functions=" + SEVERAL.format(", wieght = 2", "b", "")],
         ["reward.functions.0.wieght: unknown key", "weight"],
     ),
-    "a weight that is no number": (of("good.py:score", "reward.weights.a=much"), ["reward.weights.a", "number"]),
+    "a weight that is not a number": (of("good.py:score", "reward.weights.a=much"), ["reward.weights.a", "number"]),
     "a weight that is not finite": (of("good.py:score", "reward.weights.a=nan"), ["reward.weights.a", "finite"]),
     "a weight of a component that does not come back": (
         of("parts.py:score", "reward.weights.rihgt=0.5"),
@@ -123,7 +123,7 @@ def test_two_different_files_of_one_name_are_refused(command, tmp_path):
 
 TRIALS = {
     "no such run": (["reward", "nobody@1"], "there is no run 'nobody'"),
-    "no number": (["reward", "a@first"], "is no iteration"),
+    "no number": (["reward", "a@first"], "is not an iteration"),
     "no iteration": (["reward", "a"], "lacks @ITERATION"),
 }
 

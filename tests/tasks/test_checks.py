@@ -253,7 +253,7 @@ def test_settings_of_sampling_that_have_no_meaning_are_refused(tmp_path, setting
     [
         (['{"prompt": "1+1=", "answer": "2"}', "{broken"], "line 2: not valid JSON"),
         ([], "is empty"),
-        (['{"question": "1+1="}'], "field 'prompt' is None"),
+        (['{"question": "1+1="}'], "field 'prompt' is missing"),
         (['{"prompt": "%s"}' % ("1" * 40)], "is too long: 40 tokens"),
     ],
 )

@@ -19,7 +19,7 @@ _COLUMNS = ["prompt_id", "sample_id", "prompt_tokens", "response_tokens", "sampl
 
 
 def read_samples(root: Root, rollouts: Manifest, rewards: Manifest | None, routes: bool = False) -> Samples:
-    """Join the stored rollout and reward tables of an iteration, in the rollout's order, each row behind the other
+    """Join the stored rollout and reward tables of an iteration, in the rollout's order, each row after the other
     branches of its sample; without rewards all are 0. With `routes` the samples have those of the engine. Raises
     StageFailed: a rollout row has no reward row, a branch no row, or a usable sample no routes. Raises StorageError:
     stored bytes do not match the manifests."""

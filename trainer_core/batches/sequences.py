@@ -39,7 +39,7 @@ class Sequences:
 
     @property
     def ends(self) -> "Sequences":
-        """Each sequence as the prompt of one token more, which is no input: what predicts it has read the whole."""
+        """Each sequence as the prompt of one token more, which is not an input: what predicts it has read the whole."""
         lengths = self.lengths
         return Sequences(np.insert(self.tokens, np.cumsum(lengths), 0), lengths, np.ones_like(lengths))
 
@@ -62,7 +62,7 @@ class SupervisedExamples(Sequences):
 
 @dataclass(frozen=True)
 class TopTokens:
-    """The k tokens that a model finds likeliest in the place of each of R response tokens, the likeliest first."""
+    """The k tokens that a model finds likeliest at the place of each of R response tokens, the likeliest first."""
 
     tokens: NDArray[np.int32]  # (R, k) token ids; 0 where the sample is not usable
     logprobs: NDArray[np.float32]  # (R, k) in nats, under the whole softmax; 0 there too

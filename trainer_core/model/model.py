@@ -178,7 +178,7 @@ class Model:
         return first if len(self.chunks) == 1 else [first, *(iter(batches) for _ in self.chunks[1:])]
 
     def is_frozen(self, tensor: torch.Tensor) -> bool:
-        """True for a weight that adapters leave as the model came: it is no part of a state."""
+        """True for a weight that adapters leave as the model came: it is not part of a state."""
         return bool(self.adapters) and isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
 
     def tensors(self) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ class Replay:
 
 
 class _Given:
-    """Experts of the positions of a router, in the place of megatron-core's `RouterReplay`. That has a list of the
+    """Experts of the positions of a router, in place of megatron-core's `RouterReplay`. That has a list of the
     process, which a critic's and a reference's routers would enter, and must be told which pass it is in.
 
     A layer whose activations are computed again runs twice: without gradients, and with them in the backward pass.

@@ -122,7 +122,7 @@ def generalized_advantages(
 def gae(scored: ScoredSamples, gamma: float, gae_lambda: float) -> NDArray[np.float64]:
     """(R,) advantage of each response token, A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t. The
     reward comes with the last token of a response, behind which V and A are 0; the penalties with each. Tokens that the
-    policy has not sampled are no steps. Source: GAE (arXiv 1506.02438) equation 16."""
+    policy has not sampled are not steps. Source: GAE (arXiv 1506.02438) equation 16."""
     assert scored.values is not None, "the trainer gives the values of its critic"
     lengths, values = scored.lengths, scored.values.astype(np.float64)
     last = np.cumsum(lengths)[lengths > 0] - 1

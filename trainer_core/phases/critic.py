@@ -102,7 +102,7 @@ class Critic:
         return _report(updates, samples.values[counted], returns[counted])
 
     def scores(self, samples: Samples, rows: NDArray[np.int64]) -> Vector:
-        """(N,) value behind the whole of each of the rows, prompt and response; 0 for others: a reward. Collective."""
+        """(N,) value after the whole of each of the rows, prompt and response; 0 for others: a reward. Collective."""
         return self._passes.score(samples.ends, rows, 1.0).logprobs
 
     def rank(self, policy: PolicyConfig, samples: Samples, pairs: Pairs, seed: tuple[int, ...]) -> dict[str, float]:

@@ -9,7 +9,7 @@ _NEEDS_TE = "megatron.bridge.peft.lora_layers"
 
 
 def install() -> None:
-    """Put a stand-in in the place of `megatron.bridge.peft.lora_layers`; a no-op where Transformer Engine is installed.
+    """Put a stand-in in place of `megatron.bridge.peft.lora_layers`; a no-op where Transformer Engine is installed.
     Nothing of the name `transformer_engine` goes into `sys.modules`, because megatron-core and others probe for it
     there and would take it for real."""
     if is_absent():

@@ -44,7 +44,7 @@ class StateIdentity(Frozen):
 
 
 class LoraFacts(LoraConfig):
-    """Adapters of a state, and the frozen weights that they belong to, which are no part of it."""
+    """Adapters of a state, and the frozen weights that they belong to, which are not part of it."""
 
     base: str  # digest of names, types, shapes and elements of the frozen weights
 

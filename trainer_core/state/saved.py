@@ -86,7 +86,7 @@ class Shard:
 
     def regions(self) -> Iterator[tuple[Region, torch.Tensor]]:
         """The boxes of the whole tensor that the elements make up, with their values in the shape of each. The padding
-        of the vocabulary is left out: it depends on the layout, so it is no part of a state."""
+        of the vocabulary is left out: it depends on the layout, so it is not part of a state."""
         content, taken = Region((0,) * len(self.box.content), self.box.content), 0
         for start, shape in _cut(self.box.region.shape, self.first, self.first + self.values.numel()):
             region = Region(tuple(map(sum, zip(self.box.region.start, start, strict=True))), shape)
@@ -196,7 +196,7 @@ class SavedState:
             tensor = self.tensors.setdefault(name, SavedTensor(tuple(shapes[name]), values.dtype))
             if not box.inside(tensor.size) or (tuple(shapes[name]), values.dtype) != (tensor.size, tensor.dtype):
                 fact = f"{key} is {values.dtype} {box.shape} of {shapes[name]}"
-                raise ValueError(f"{fact}, which is no box of the {tensor.dtype} {tensor.size} of the other files")
+                raise ValueError(f"{fact}, which is not a box of the {tensor.dtype} {tensor.size} of the other files")
             tensor.boxes[box] = file
         return int(file.metadata()[FILES])
 

@@ -21,7 +21,7 @@ def element_type(name: str) -> torch.dtype:
     """The element type of that name, as `dtype_name` gives it."""
     found = vars(torch)[name]
     if not isinstance(found, torch.dtype):
-        raise SyncMismatch(f"{name!r} is no element type")
+        raise SyncMismatch(f"{name!r} is not an element type")
     return found
 
 

@@ -170,7 +170,7 @@ class Runner(Routing, ServesOne, GPUModelRunner):
         else:
             batch = super().prepare_inputs(scheduler_output, batch_desc)
         self._before = number, batch_desc, batch
-        # the scheduler says so only of requests that are no rows; for these it is the same
+        # the scheduler says so only of requests that are not rows; for these it is the same
         self.req_states.num_computed_tokens_np[batch.idx_mapping_np] += batch.num_scheduled_tokens
         return batch
 

@@ -208,7 +208,7 @@ class _Whole(Scheduler):
         return blocks.get_block_ids()
 
     def _others(self, planned: Planned, throttle_prefills: bool) -> SchedulerOutput | None:
-        """Plan of vLLM's scheduler for the requests that are no rows; None if there are none."""
+        """Plan of vLLM's scheduler for the requests that are not rows; None if there are none."""
         rows = self._rows.requests
         others = [] if len(self.running) == len(rows) else [r for r in self.running if r.request_id not in self._rows]
         waiting = bool(self.waiting or self.skipped_waiting) and len(self.running) < self.max_num_running_reqs
@@ -272,7 +272,7 @@ class _Whole(Scheduler):
             others = _without(others, sampled.planned, still)
         theirs, entered = {}, []
         for name, count in others.items():
-            if name in self._rows:  # planned when it was no row yet
+            if name in self._rows:  # planned when it was not a row yet
                 self.requests[name].num_in_flight_tokens -= count
                 entered.append(name)
             else:

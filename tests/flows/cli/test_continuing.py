@@ -93,7 +93,7 @@ def test_what_is_neither_a_file_nor_a_run_to_continue_is_refused(root: Root, cap
 
 def test_a_file_and_a_run_of_one_name_are_told_apart(root: Root):
     Path(RUN).mkdir()
-    assert names_a_run(RUN, root)  # a folder is no configuration
+    assert names_a_run(RUN, root)  # a folder is not a configuration
     Path(RUN).rmdir()
     Path(RUN).write_text("")
     with pytest.raises(InputError, match=r"names a file, and a run of .*: give \./small for the file"):

@@ -83,7 +83,7 @@ def test_nothing_is_chosen_while_the_run_is_driven(call, root: Root):
         (["run"], "write it as RUN@ITERATION:STAGE, as in my-run@6:reward"),
         (["run@3"], "lacks :STAGE"),
         (["run:train"], "lacks @ITERATION"),
-        (["run@3:walk"], "'walk' is no stage"),
+        (["run@3:walk"], "'walk' is not a stage"),
         (["run@3:trian"], "did you mean 'train'"),
         (["run@3:train"], "give --reason"),
         (["run@3:train", "--reason", " "], "a reason is missing"),

@@ -64,7 +64,7 @@ def test_rm_asks_and_removes(make_run: MakeRun, root: Root, monkeypatch, capfd):
     make_run("b", 1)
     command = ["rm", "a", "--root", root.url]
     assert execute(command) == 2
-    assert "asks before it removes anything, and this is no terminal: give --yes" in capfd.readouterr().err
+    assert "asks before it removes anything, but not in a pipe or a job: give --yes" in capfd.readouterr().err
     monkeypatch.setattr(upkeep.sys, "stdin", Terminal("n\n"))
     assert execute(command) == 1
     assert "nothing was removed" in capfd.readouterr().err

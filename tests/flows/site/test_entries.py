@@ -32,12 +32,12 @@ def test_cron_and_interval_schedules_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "facts"),
     [
-        ({"cron": "61 2 * * *"}, ("schedule nightly, cron: '61 2 * * *' is no cron schedule", "minute, hour")),
+        ({"cron": "61 2 * * *"}, ("schedule nightly, cron: '61 2 * * *' is not a cron schedule", "minute, hour")),
         ({"cron": None}, ("schedule nightly: give exactly one of cron and interval",)),
         ({"interval": 600}, ("schedule nightly: give exactly one of cron and interval",)),
         ({"cron": None, "interval": 5}, ("schedule nightly, interval: 5 s is too short: give 60 s or more",)),
         ({"cron": None, "interval": float("nan")}, ("interval: nan s is too short",)),
-        ({"timezone": "Europe/Berlim"}, ("timezone: 'Europe/Berlim' is no time zone: give Europe/Berlin",)),
+        ({"timezone": "Europe/Berlim"}, ("timezone: 'Europe/Berlim' is not a time zone: give Europe/Berlin",)),
         ({"slug": ""}, ("slug",)),
         ({"every": "day"}, ("schedule nightly, every: Extra inputs",)),
         ({"parameters": {**RUN, "itertions": 3}}, ("no parameter 'itertions': give iterations",)),

@@ -132,7 +132,7 @@ MODULES = {
     "broken": ("import nothing_of_that_name", "ModuleNotFoundError in .*mine.py, line 1"),
     "missing": ("Other = 1", "has no 'Mine'"),
     "number": ("Mine = 3", "'int' object is not callable"),
-    "foreign": ("class Mine:\n    def __init__(self, url): pass", "Mine is no subclass of storage.backends"),
+    "foreign": ("class Mine:\n    def __init__(self, url): pass", "Mine is not a subclass of storage.backends"),
     "partial": (
         "from storage.backends.backend import Backend\nclass Mine(Backend):\n    def read(self, key): return b''",
         "without an implementation for abstract methods 'info', 'put_if_absent'",

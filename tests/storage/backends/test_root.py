@@ -181,6 +181,7 @@ def test_threads_of_one_process_race_too(any_root):
     [
         ("memory://runs", "no backend is called 'memory', only file, local, s3, s3a"),
         ("gs://bucket/runs", "no backend is called 'gs'"),
+        ("s3:/bucket/runs", "lacks a slash.*Write s3://"),
         ("ftp://host/runs", "Give a folder, s3://bucket/prefix, or file.py:CLASS"),
     ],
 )

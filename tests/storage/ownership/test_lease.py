@@ -152,7 +152,7 @@ def test_a_fence_that_cannot_look_refuses(root, monkeypatch):
         commit(root, manifest(), lease)
     assert find(root, "run", 1, Stage.ROLLOUT) is None
     monkeypatch.undo()
-    assert lease.lost is None, "what is not known is no loss"
+    assert lease.lost is None, "what is not known is not a loss"
     assert commit(root, manifest(), lease).epoch == lease.epoch
 
 

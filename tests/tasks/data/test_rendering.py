@@ -57,7 +57,7 @@ def test_what_a_record_becomes(codec, record, section, rendered):
 @pytest.mark.parametrize(
     ("record", "section", "fact"),
     [
-        ({"question": "?"}, {}, "field 'prompt' is None, but a text or messages are expected"),
+        ({"question": "?"}, {}, "field 'prompt' is missing, but a text or messages are expected"),
         ({"prompt": ""}, {}, "field 'prompt' is ''"),
         ({"prompt": ["1+1"]}, {}, "field 'prompt' is ['1+1']"),
         ({"prompt": [{"role": "user"}]}, {}, "message 1 of field 'prompt' has content = None"),

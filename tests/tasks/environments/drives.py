@@ -69,7 +69,7 @@ async def editing(base_url, api_key, record, seed):
 
 
 async def textual(base_url, api_key, record, seed):
-    """Return what is no number."""
+    """Return what is not a number."""
     await sums(base_url, api_key, record, seed, turns=1)
     return "good"
 

@@ -153,7 +153,7 @@ def export_watched(rank, world_size, store, url, to):
     plan, before = module.planned_shards, []
 
     def planned(*arguments):
-        found = plan(*arguments)  # imports come before, and are no part of the measurement
+        found = plan(*arguments)  # imports come before, and are not part of the measurement
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         before.append(_status("VmRSS"))
         return found

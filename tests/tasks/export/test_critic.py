@@ -59,7 +59,7 @@ def exported(folder: Path, config: TrainerConfig):
     url = f"file://{folder}/runs"
     source = config.critic.source
     store_run(url, folder, [], policy=GAE, critic={**CRITIC, **({} if source is None else {"source": source})})
-    with pytest.raises(InputError, match="names a stored state, which is no folder") as refused:
+    with pytest.raises(InputError, match="names a stored state, not a folder") as refused:
         find_model(ModelSection(source=f"{url}//run@1"), KEYS["critic"])
     assert run_ranks(1, carried_out, str(refused.value), str(folder / "out")) == [0]
     return values, str(folder / "out")

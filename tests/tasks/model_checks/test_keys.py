@@ -58,7 +58,7 @@ REFUSED = [
     (QWEN3, {"rope_parameters": {**YARN, "factor": "4"}}, "rope_parameters.factor", 'factor = "4"'),
     (QWEN3, {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor", "is not in config.json"),
     (QWEN3, {"rope_parameters": {"full_attention": YARN}}, "rope_parameters.full_attention", "is not known"),
-    (QWEN3, {"rope_parameters": "yarn"}, "rope_parameters", "is no table"),
+    (QWEN3, {"rope_parameters": "yarn"}, "rope_parameters", "is not a table"),
     (QWEN3, {"rope_parameters": {"rope_type": None}}, "rope_parameters.rope_type", "= null in config.json"),
     (QWEN3, {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}, "rope_scaling", "different things"),
     (QWEN3, {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4}, "rope_theta", "differ"),

@@ -1,4 +1,4 @@
-"""A judge on an engine of the run: the same questions have the same answers, and its death is no score."""
+"""A judge on an engine of the run: the same questions have the same answers, and its death gives no score."""
 
 import json
 import threading

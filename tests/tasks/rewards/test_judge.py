@@ -1,4 +1,4 @@
-"""A judge as reward function: its failures are no scores, and what it was asked it is not asked again."""
+"""A judge as reward function: its failures are not scores, and what it was asked it is not asked again."""
 
 import json
 import threading

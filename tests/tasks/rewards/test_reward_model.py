@@ -1,4 +1,4 @@
-"""A reward model on an engine of the run: it scores the tokens of prompt and response, and its death is no score."""
+"""A reward model on an engine of the run: it scores the tokens of prompt and response, and its death gives no score."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Conversations with environments in the real loop over small workers: kills, failures, and what is no environment."""
+"""Conversations with environments in the loop over small workers: kills, failures, and what is not an environment."""
 
 import asyncio
 import itertools

@@ -164,7 +164,7 @@ def test_a_failure_after_a_limit_that_a_function_has_survived_is_no_reward(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "told"), [("textual", "is no finite number"), ("silent", "asked the policy")])
+@pytest.mark.parametrize(("function", "told"), [("textual", "is not a finite number"), ("silent", "asked the policy")])
 def test_what_is_no_reward_is_no_number(tmp_path, function, told):
     with pytest.raises(StageFailed, match=told):
         played(tmp_path, function, "environment.retries=0", "reward.max_failures=1.0")
@@ -185,7 +185,7 @@ def test_a_policy_at_its_limits_has_a_reward(tmp_path):
         (
             "sums",
             ("environment.tokens=100", "engine.max_model_len=100"),
-            "environment.tokens = 100 is no limit",
+            "environment.tokens = 100 is not a limit",
         ),
         ("sums", ('environment.reasoning_parser="qwen3"',), "reasoning_parser"),
         ("../environments/sums.py:Sums", ('environment.sampling="refuse"',), "is for clients"),

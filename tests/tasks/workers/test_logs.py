@@ -48,7 +48,7 @@ def test_a_process_that_prints_without_end_is_limited():
     [
         ("W1125 torch/utils/cpp_extension.py:140] No CUDA runtime is found, using CUDA_HOME='/usr/local/cuda'", False),
         ("[W1125 utils.cpp:68] Warning: NUMA binding: Using MEMBIND policy for memory allocation", False),
-        ("Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 236.59it/s]", False),
+        ("\rLoading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 236.59it/s]", False),
         ("[Gloo] Rank 0 is connected to 0 peer ranks. Expected number of connected peer ranks is : 0", False),
         ("RuntimeError: No CUDA GPUs are available", True),
         ("Warning: the loss is nan", True),

@@ -242,7 +242,7 @@ def test_layouts_train_send_and_continue_the_same(walks, family, layout, tmp_pat
 
 @pytest.mark.slow
 def test_recomputed_layers_have_the_same_gradients(walks, tmp_path):
-    """Their input is no weight's doing, so that checkpoints would leave out the gradients of the first of them."""
+    """Their input is not a weight's doing, so that checkpoints would leave out the gradients of the first of them."""
     model, _, one = walks("qwen3")
     other = run_trainers(model, settings("qwen3", megatron=MegatronConfig(recompute="layers")), train, str(tmp_path))[0]
     assert other["synced"] == one["synced"]

@@ -61,7 +61,7 @@ def test_a_certain_teacher_and_a_certain_policy_have_finite_gradients():
 
 
 def whole_softmax(directory):
-    """All log-probabilities in the place of each response token of the usable samples, in float64; with the model."""
+    """All log-probabilities at the place of each response token of the usable samples, in float64; with the model."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()

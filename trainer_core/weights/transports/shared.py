@@ -254,7 +254,7 @@ class Fetcher:
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
-    """Event of a card, behind the work that it was given until now; None if the device is no card."""
+    """Event of a card, behind the work that it was given until now; None if the device is not a card."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
