@@ -8,6 +8,14 @@ _PLAYING = "tasks/environments/playing.py"
 
 FACE = (
     Mutant(
+        "url-that-lacks-a-slash",
+        "s3:/bucket is taken for a folder of that name, and a run is stored there",
+        "storage/backends/root.py",
+        '    check_slashes(url, "storage root")\n',
+        "",
+        ("tests/storage/backends/test_root.py",),
+    ),
+    Mutant(
         "face-lets-be-shadowed",
         "a user's file with the name of one of our packages is imported in its place",
         "ratchet.py",
