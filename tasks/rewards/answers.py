@@ -48,7 +48,7 @@ _KNOWN = {name: (kind, factor) for kind, scale in _SCALES.items() for name, fact
 
 
 class Unreadable(ValueError):
-    """A text that is not an answer of a kind that is known."""
+    """A text that is no answer of a kind that is known."""
 
 
 @dataclass(frozen=True)

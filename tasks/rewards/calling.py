@@ -21,7 +21,7 @@ class NotCallable(TypeError):
 
 
 class NoNumber(TypeError):
-    """It is neither a number nor a table of numbers."""
+    """It is no number, and no table of numbers."""
 
 
 class NotFinite(ValueError):
@@ -48,7 +48,7 @@ class Caller:
         self.batched, self.wants_sample = batch, self._parameters.wants_sample
 
     def one(self, record: Mapping[str, Any], response: str, sample: Sample | None) -> Score:
-        """Score one response; an error that the function raises, or a result that is not a number, is recorded and no
+        """Score one response; an error that the function raises, or a result that is no number, is recorded and no
         score."""
         try:
             return self._score(self._call(record, response, sample))

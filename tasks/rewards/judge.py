@@ -81,7 +81,7 @@ class Judge(Frozen):
         try:
             groups = re.compile(score).groups
         except re.error as error:
-            raise ValueError(f"it is not a regular expression: {error}") from None
+            raise ValueError(f"it is no regular expression: {error}") from None
         if groups < 1:
             raise ValueError("it has no group: put the number of the score in brackets, as in 'score: ([0-9]+)'")
         return score
@@ -119,7 +119,7 @@ class Judge(Frozen):
         }
 
     def read(self, body: str) -> float:
-        """The score in an answer. Raises ValueError: it is not an answer, or has no score."""
+        """The score in an answer. Raises ValueError: it is no answer, or has no score."""
         try:
             found = re.findall(self.score, said := json.loads(body)["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError, RecursionError):

@@ -24,7 +24,7 @@ class RewardModel:
 
     longest: int  # prompt and response, in tokens
     values: Callable[[list[NDArray[np.int32]]], NDArray[np.float32]]
-    """(N,) values after the last tokens of sequences; starts the engine if it is not there. Raises WorkerLost."""
+    """(N,) values behind the last tokens of sequences; starts the engine if it is not there. Raises WorkerLost."""
 
 
 def reward_model(record: Mapping[str, Any], response: str) -> float:
@@ -33,7 +33,7 @@ def reward_model(record: Mapping[str, Any], response: str) -> float:
 
 
 def valued(sequences: Sequence[NDArray[np.int32]], model: RewardModel | None) -> list[Score]:
-    """Scores of prompts with their responses, by the value after the last token. Raises InputError (there is no
+    """Scores of prompts with their responses, by the value behind the last token. Raises InputError (there is no
     model) or WorkerLost (its engine has died: no sequence has a score then)."""
     if model is None:
         raise InputError(

@@ -158,7 +158,7 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_place(tmp_path, kind)
         ("nowhere/mine.py:Mine://here", "there is no file .*/nowhere/mine.py"),
         ("no_such_package.module:Mine://here", "no_such_package"),
         ("s3://", "names no place"),
-        (f"{EXAMPLE}://relative.db", "ValueError in .*backend.py, line .*no absolute path"),
+        (f"{EXAMPLE}://relative.db", "ValueError in .*backend.py, line .*not an absolute path"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(url, words):
