@@ -4,6 +4,7 @@ from infra.mutants_known import Mutant
 
 _EXPORT = ("tests/tasks/export",)
 _PROMPTS = ("tests/tasks/data", "tests/flows/test_given_prompts.py")
+_FLEET = "tests/tasks/workers/test_fleet.py"
 
 TASKS = (
     Mutant(
@@ -255,7 +256,7 @@ TASKS = (
         "tasks/workers/fleet.py",
         "            if not self._cluster.local:\n                raise\n",
         "            raise\n",
-        ("tests/tasks/workers/test_fleet.py",),
+        (f"{_FLEET}::test_a_ray_of_our_own_that_has_ended_is_replaced_at_once_and_a_cluster_at_the_next_attempt",),
     ),
     Mutant(
         "cluster-not-released",
