@@ -151,7 +151,7 @@ def lend_rollouts(source: Root, target: Root, run: str) -> None:
 
 
 def column_difference(name: str, left: pa.Array, right: pa.Array) -> Iterator[str]:
-    """What differs between a column of both runs, which have as many rows."""
+    """The first difference, if there is one, between a column of both runs, which have as many rows."""
     if left.equals(right):
         return
     unequal = [row for row in range(len(left)) if not left.slice(row, 1).equals(right.slice(row, 1))]
