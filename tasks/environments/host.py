@@ -15,6 +15,7 @@ import resource
 import select
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -46,6 +47,8 @@ def main() -> None:
         digest = found.load().digest
         made = made_by(found, order["arguments"])  # refused now, not in every conversation
         reads = not isinstance(made, Driven) and takes_calls(made)
+        if isinstance(made, Driven) and (openai := sys.modules.get("openai")):
+            asyncio.run(_warmed(openai))
         gc.freeze()  # a collection in a fork would copy every page of what is imported
         hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven), "reads": reads}
         control.send(json.dumps(hello).encode())
@@ -56,6 +59,22 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
         control.send(json.dumps({"status": "refused", "detail": described(error)}).encode())
     killed_with_descendants(None)
+
+
+async def _warmed(openai: Any) -> None:
+    """Ask for an answer in vain, and for one that is made up: a client imports most of itself, and builds its types, at
+    its first request, and the forks share that."""
+    import httpx
+
+    message = {"role": "assistant", "content": ""}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    said = {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
+    made_up = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, json=said)))
+    settings = {"base_url": "http://127.0.0.1:9", "api_key": "none", "max_retries": 0, "timeout": 1.0}
+    for transport in (None, made_up):
+        async with openai.AsyncOpenAI(http_client=transport, **settings) as client:
+            with suppress(openai.OpenAIError):
+                await client.chat.completions.create(model="", messages=[message], tools=[])
 
 
 def _next(control: socket.socket, order: Mapping[str, Any], found: UserFunction, processes: dict[int, int]) -> bool:

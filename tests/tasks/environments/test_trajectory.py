@@ -131,7 +131,7 @@ def test_a_message_that_the_template_drops_is_refused_and_the_conversation_stays
     failed = failed_with(EnvironmentFailed("exception", "no"), goes_on=True)
     conversation.add(TurnEvent(row=0, kind="begun", messages=(USER,), goes_on=True))
     conversation.add(called_with(answered(*codec.encode("two"), END)))
-    with pytest.raises(InputError, match="drops or changes the tool's text, 'three'"):
+    with pytest.raises(InputError, match=r"drops or changes the tool's text \(message 3\), 'three'"):
         conversation.add(TurnEvent(row=0, kind="told", messages=({"role": "tool", "content": "three"},), reward=0.0))
     conversation.add(failed)
     assert conversation.goes_on
