@@ -128,8 +128,8 @@ ENDPOINT = (
         "programs-between-blocks",
         "the text behind a block of another language is taken for the program, and a right one scores 0",
         "tasks/rewards/code.py",
-        "        if opened is None:\n            opened, lines = fence, []\n",
-        "        if opened is None:\n            opened, lines = fence if fence and fence[2] in (*_PYTHON, '') else None, []\n",
+        "opened, lines = fence, []",
+        "opened, lines = fence if fence and fence[2] in ('py', '') else None, []",
         ("tests/tasks/rewards/test_sandbox.py",),
     ),
     Mutant(
@@ -251,8 +251,8 @@ ENDPOINT = (
         "drive-failure-after-a-limit-is-reward",
         "a function that fails long after it was refused for a limit has reward 0",
         _SESSIONS,
-        "self.last, self.at_limit = asked.branch, False",
-        "self.last = asked.branch",
+        "self.last, self.at_limit, asked.branch.taken = asked.branch, False, False",
+        "self.last, asked.branch.taken = asked.branch, False",
         _DRIVING,
     ),
 )
