@@ -31,7 +31,7 @@ class Keyed[T]:
 
 
 def json_object(content: bytes, name: str) -> dict[str, Any]:
-    """The content of a model's file. Raises InputError: it is not JSON object; `name` is the file's."""
+    """The content of a model's file. Raises InputError: it is not a JSON object; `name` is the file's."""
     try:
         found = json.loads(content)
     except ValueError as error:
