@@ -59,14 +59,6 @@ ENDPOINT = (
         _TESTS,
     ),
     Mutant(
-        "endpoint-late-answers",
-        "an answer that comes after its function has returned is appended to the row",
-        "tasks/endpoint/server.py",
-        "if left := [one for tasks in session.under_way.values() for one in tasks]:",
-        "if left := [one for tasks in session.under_way.values() for one in tasks[:0]]:",
-        _DRIVING,
-    ),
-    Mutant(
         "endpoint-equal-requests-go-on",
         "of equal requests at once only one is given up when the function returns",
         "tasks/endpoint/server.py",
