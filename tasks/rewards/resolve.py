@@ -27,7 +27,7 @@ OURS: Mapping[str, Traits] = {
     "tasks.rewards.match:characters": Traits(graded=True, needs_process=False),
     "tasks.rewards.match:regex": Traits(),
     "tasks.rewards.math:math_verify": Traits(),
-    "tasks.rewards.code:code_tests": Traits(version=2, needs_sandbox=True),
+    "tasks.rewards.code:code_tests": Traits(needs_sandbox=True),
     "tasks.rewards.judge:judge": Traits(asks=True, needs_process=False),
     "tasks.rewards.reward_model:reward_model": Traits(graded=True, asks=True, values=True, needs_process=False),
 }

@@ -84,7 +84,7 @@ def test_a_flow_run_that_fails_notifies_once_and_others_do_not(prefect_api: str,
     ("given", "fact"),
     [
         ("https://user:geheim@host/hook", "give it as env:NAME"),
-        ("ftp://host", "no URL of a webhook"),
+        ("ftp://host", "not a URL of a webhook"),
         ("env:RATCHET_TEST_NO_SUCH", "export it"),
     ],
 )

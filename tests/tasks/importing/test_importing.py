@@ -241,7 +241,7 @@ def column(name: str, value: Any, kind: pa.DataType | None = None) -> pa.Table:
         (column("reward", float("-inf")), "sample 2: reward is not finite"),
         (column("logprobs", [-1.0, None, -1.0]), "sample 2: logprobs holds a null"),
         (column("logprobs", [-1.0, float("nan"), -1.0]), "sample 2: logprobs holds one above 0 or not finite"),
-        (column("input_ids", [-1]), "sample 2: prompt_tokens .* no token id"),
+        (column("input_ids", [-1]), "sample 2: prompt_tokens .* not a token id"),
     ],
 )
 def test_columns_of_parquet_that_are_refused(root, tmp_path, table, words):
