@@ -188,7 +188,8 @@ def test_the_kill_of_a_host_under_many_conversations_costs_each_at_most_one_retr
 
     def at(_context, point, _key):
         with alone:  # the records of conversations are stored by several threads
-            enough = point is Point.MID_RESPONSE and next(records) >= 4  # each holds one event of a conversation at most, so none has ended
+            # a record has at most one event of each conversation, so that none has ended at the fourth
+            enough = point is Point.MID_RESPONSE and next(records) >= 4
             if enough and not kills and (hosts := host_processes()):
                 kills.extend(hosts.values())
                 os.kill(*hosts.values(), signal.SIGKILL)  # and nobody waits until it is gone
