@@ -49,7 +49,7 @@ def in_the_way(folder: Path) -> None:
 
 KINDS = {
     "reward": Kind(
-        file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "responses have no score"),
+        file("my_reward.py", _BAD), file("my_reward.py", _GOOD), ("KeyError", "have no score"),
         Stage.REWARD, ("reward.function=my_reward.py:score", "reward.processes=1", "reward.try=false"),
     ),
     "engine": Kind(
