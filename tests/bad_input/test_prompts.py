@@ -37,7 +37,11 @@ FILES = {
     "no object": ("[1]\n", [], ["line 1: a list where an object is expected"]),
     "not Parquet": (GOOD, ['data.train=[{source="prompts.jsonl", format="parquet"}]'], ["is not a Parquet file"]),
     "not CSV": ("id,prompt\n1\n", ['data.train={source="prompts.jsonl", format="csv"}'], ["line 2: fewer fields"]),
-    "no such field": (GOOD, ["data.prompt_field=question"], ["field 'question' is missing", "fields are prompt, answer"]),
+    "no such field": (
+        GOOD,
+        ["data.prompt_field=question"],
+        ["field 'question' is missing", "fields are prompt, answer"],
+    ),
     "a number": ('{"prompt": 5}\n', [], ["record 1: field 'prompt' is 5"]),
     "a list of answers": (
         GOOD + '{"prompt": "1", "answer": ["1"]}',
