@@ -264,7 +264,7 @@ def main() -> None:
 
 def _each[T](given: Collection[T] | T) -> list[T]:
     """The values of a collection; of a single one, such as a text, itself."""
-    return list(given) if isinstance(given, Collection) and not isinstance(given, str) else [given]  # pyright: ignore
+    return list(given) if isinstance(given, Collection) and not isinstance(given, str) else [given]  # pyright: ignore[reportReturnType] - T
 
 
 def _opened(root: Place) -> "Root":

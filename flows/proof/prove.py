@@ -23,6 +23,7 @@ from storage.upkeep.catalog import names
 from tasks.config.environment import Settings, with_faults
 from tasks.config.run import RunConfig
 from tasks.stages.names import Stage
+from tasks.workers.placement import engines_repeat
 
 RUN = "proof"  # id of the run, in both of its roots
 
@@ -117,11 +118,6 @@ def check_regenerate(order: ProofOrder, settings: Settings) -> None:
             f"--regenerate: on cards engines do not repeat their samples with device.deterministic = "
             f"{order.config.device.deterministic!r}: leave it out, or give --set device.deterministic=true"
         )
-
-
-def engines_repeat(config: RunConfig, settings: Settings) -> bool:
-    """True if engines compute the same bits again from the same weights and samples."""
-    return config.device.deterministic is True or settings.device(config.device.kind) == "cpu"
 
 
 def _check_empty(url: str, *roots: Root) -> None:

@@ -189,12 +189,11 @@ class Endpoint:
         if gone:
             raise ClientDisconnect
         if task not in session.given:
-            session.given[task] = [self._given(session, one) for one in task.result()]
+            session.given[task] = [
+                Answered(one.question, one.answer, session.answered(one.question, one.answer, one.text, one.parts))
+                for one in task.result()
+            ]
         return session.given[task]
-
-    def _given(self, session: Session, one: _Sampled) -> Answered:
-        message = session.answered(one.question, one.answer, one.text, one.parts)
-        return Answered(one.question, one.answer, message)
 
     async def _answers(
         self, session: Session, asked: ChatRequest | CompletionRequest, history: History

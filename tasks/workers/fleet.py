@@ -30,6 +30,7 @@ from tasks.workers.placement import (
     bundles,
     card_of_judge,
     engines_on_a_card,
+    engines_repeat,
     placement,
     taken,
     transport,
@@ -299,7 +300,7 @@ class Fleet:
 
     @property
     def _fast(self) -> bool:
-        return self.device == "cuda" and self._config.device.deterministic is not True
+        return not engines_repeat(self._config, self._cluster.settings)
 
     @property
     def _cards(self) -> int:

@@ -72,6 +72,12 @@ def placement(config: RunConfig, settings: Settings) -> Placement:
     return place.model_copy(update={"reads": can_read(_pairs(place, settings.gpus))})
 
 
+def engines_repeat(config: RunConfig, settings: Settings) -> bool:
+    """True if engines compute the same bits again from the same weights and samples; they are faster if they need not.
+    Raises InputError: CUDA is requested but no card is visible."""
+    return config.device.deterministic is True or settings.device(config.device.kind) == "cpu"
+
+
 def bundles(config: RunConfig, device: Device) -> dict[str, list[dict[str, float]]]:
     """Bundles that Ray keeps on a cluster, each on one host: for the role `trainers` one for each tensor group, for
     `judge` one, and for `engines` one for each, unless they share the ranks' cards."""
