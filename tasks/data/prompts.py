@@ -197,18 +197,19 @@ def _targets(
     """For each of N prompts the tokens of its turn, None if it has none, or the reason why it cannot be trained;
     `tokens` are the N rows of token ids of the prompts, without those that go before a plain text."""
     there = {row: turn for row, turn in enumerate(turns) if turn is not None}
-    unended = {row: set(codec.stop_tokens).isdisjoint(codec.encode(turn.end)) for row, turn in there.items()}
-    texts = {row: turn.body + ("" if unended[row] else turn.end) for row, turn in there.items()}
+    stops = set(codec.stop_tokens)
+    ends = {end: "" if stops.isdisjoint(codec.encode(end)) else end for end in {turn.end for turn in there.values()}}
+    texts = {row: turn.body + ends[turn.end] for row, turn in there.items()}
     wholes = dict(zip(there, codec.encode_batch([prompts[row] + text for row, text in texts.items()]), strict=True))
-    alone = dict(zip(there, codec.encode_batch(list(texts.values())), strict=True))
+    # where the tokenizer joins the end of the prompt with the answer, the model still samples after the prompt
+    joined = [row for row, whole in wholes.items() if whole[: len(tokens[row])] != tokens[row]]
+    alone = dict(zip(joined, codec.encode_batch([texts[row] for row in joined]), strict=True))
     bodies = dict(zip(there, codec.encode_batch([turn.body for turn in there.values()]), strict=True))
     for row, turn in enumerate(turns):
         if turn is None:
             yield None
             continue
-        prompt, whole = tokens[row], wholes[row]
-        # where the tokenizer joins the end of the prompt with the answer, the model still samples after the prompt
-        target = whole[len(prompt) :] if whole[: len(prompt)] == prompt else alone[row]
+        target = alone[row] if row in alone else wholes[row][len(tokens[row]) :]
         yield _refusal(codec, turn, bodies[row], target) or codec.closed(target)
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def demonstrations(split: Sequence[Problem], rng: random.Random) -> Iterator[dic
         yield {"id": f"solved-{number}", "messages": messages(problem, problem.solution(rng.random() >= MISTAKES))}
 
 
-def write_lines(path: Path, lines: Iterator[dict[str, object]]) -> None:
+def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
     """A JSONL file."""
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
