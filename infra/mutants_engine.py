@@ -219,8 +219,8 @@ ENGINE = (
         "loaders-are-never-left-out",
         "every update goes through vLLM's loaders, whatever was seen of the table",
         "tasks/engine/vllm/receive.py",
-        "            self.reports, self._followed = {plan.form: self.report}, update.followed\n",
-        "            self.reports = {plan.form: self.report}\n",
+        "            self._reports, self._followed = {plan.form: report}, update.followed\n",
+        "            self._reports = {plan.form: report}\n",
         _BY_TABLE,
     ),
     Mutant(

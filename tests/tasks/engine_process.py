@@ -176,7 +176,7 @@ class InPlaceEngine(FaultyEngine):
 
     def forget_table(self) -> None:
         """Load by vLLM's loaders next, as in an engine's first update."""
-        self._core._client.engine_core.model_executor.driver_worker.worker.weight_transfer_engine._followed = None
+        self._core._client.engine_core.model_executor.driver_worker.worker.weight_updates._followed = None
 
     def break_table(self, fault: str, *names: str) -> None:
         """Let the table write other values, until `mend_table`: see `_faulty`."""

@@ -87,7 +87,6 @@ class Core:
             leaving = Event()
             weakref.finalize(self, leaving.set)  # runs before vLLM ends its processes
             _end_with_scheduler(self._client, leaving)
-        self.workers("init_weight_transfer_engine", init_info={})
 
     def add(self, requests: Sequence[tuple[str, list[int], SamplingParams]]) -> None:
         """Begin with requests, each with a name of its own and its prompt."""
@@ -209,7 +208,6 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_sleep_mode": spec.sleeps,
         "async_scheduling": spec.async_scheduling and spec.device == "cuda",
         "worker_extension_cls": "tasks.engine.vllm.receive.WorkerExtension",
-        "weight_transfer_config": {"backend": "ratchet"},
         "additional_config": {ROUTES: spec.routes, ADAPTER: spec.adapter and spec.adapter.model_dump(mode="json")},
     }
     if spec.adapter is not None:

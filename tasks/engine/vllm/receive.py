@@ -1,20 +1,13 @@
 """Runs inside vLLM's worker: one weight update after another, as the engine's process asks for it.
 
-vLLM imports this module because it holds the class named by `worker_extension_cls`; that import also registers the
-weight-transfer backend `ratchet` with vLLM's factory.
+vLLM imports this module because it holds the class named by `worker_extension_cls`.
 """
 
-import dataclasses
 import json
-from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, cast
 
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+import torch
 
 from storage.errors import RatchetError, SyncMismatch
 from tasks.engine.vllm import (
@@ -34,32 +27,15 @@ from trainer_core.weights.packing import tensors_of
 from trainer_core.weights.plan import Form, WeightPlan, text_digest
 from trainer_core.weights.transports.ends import receiving
 
-BACKEND = "ratchet"
 
+class Updates:
+    """A worker's part in updates: each is prepared once, received once, and forgotten."""
 
-@dataclasses.dataclass
-class RatchetInit(WeightTransferInitInfo):
-    """Nothing is to be known before an update: each brings its own plan."""
-
-
-@dataclasses.dataclass
-class RatchetUpdate(WeightTransferUpdateInfo):
-    """All of the update that was prepared."""
-
-
-class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
-    """A worker's part in an update: prepared once, received once, forgotten."""
-
-    init_info_cls = RatchetInit
-    update_info_cls = RatchetUpdate
-    supports_draft_weight_update = False
-    report: Report  # of the last update
-
-    def init_transfer_engine(self, init_info: RatchetInit) -> None:
-        """Nothing is held between updates but what the last one reported."""
-        self.forget()
-        self.reports: dict[Form, Report] = {}  # of the last update of each form
+    def __init__(self, worker: Any) -> None:
+        self._config, self._device, self._model = worker.vllm_config, worker.device, worker.get_model()
+        self._reports: dict[Form, Report] = {}  # of the last update of each form
         self._followed: int | None = None  # the layout of which loaders were seen to put every tensor in its place
+        self.forget()
 
     def forget(self) -> None:
         """Forget what was prepared."""
@@ -69,37 +45,37 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
     def survey(self) -> None:
         """Look at the live model; see `EngineProtocol.survey_model`."""
         self.forget()
-        self._survey = Survey(self.model)
-        if "base" not in self.reports:  # what is next is an adapter
-            with without_adapters(self.model):
+        self._survey = Survey(self._model)
+        if "base" not in self._reports:  # what is next is an adapter
+            with without_adapters(self._model):
                 self._survey.look()
 
     def prepare(self, plan: str, channel: str, number: int) -> str:
         """Compare a plan with the live model, and return its digest; see `EngineProtocol.prepare_update`. Plan and
         channel are JSON, `number` is that of this worker among the receivers."""
-        survey = self._survey or Survey(self.model)
+        survey = self._survey or Survey(self._model)
         self.forget()
         planned, way = WeightPlan.model_validate_json(plan), Channel.model_validate_json(channel)
-        manager, config = manager_of(self.model), self._adapter_config
+        manager, config = manager_of(self._model), self._adapter_config
         if (planned.form == "whole") is not (manager is None):
             has = "adds adapters to frozen weights" if manager else "adds no adapters"
             raise SyncMismatch(f"the update brings weights of the form {planned.form!r}, but the engine {has}")
         if planned.form == "adapter" and manager is not None and config is not None:
             update = AdapterUpdate(manager, config, planned)
         else:
-            with without_adapters(self.model):
+            with without_adapters(self._model):
                 update = self._update(survey, planned)
         self._prepared = update, planned, way, number
         return text_digest(plan)
 
     def _update(self, survey: Survey, planned: WeightPlan) -> Update:
         followed = survey.in_place and survey.layout == self._followed
-        lane = lane_of(survey, self.vllm_config, tensors_of(planned), followed)
-        return Update(survey, self.vllm_config, planned, lane)
+        lane = lane_of(survey, self._config, tensors_of(planned), followed)
+        return Update(survey, self._config, planned, lane)
 
     @property
     def _adapter_config(self) -> LoraConfig | None:
-        told: Any = self.vllm_config.additional_config
+        told: Any = self._config.additional_config
         return None if told.get(ADAPTER) is None else LoraConfig.model_validate(told[ADAPTER])
 
     @property
@@ -112,49 +88,36 @@ class RatchetTransfer(WeightTransferEngine[RatchetInit, RatchetUpdate]):
         that. Seen only where kernels use parameters as they were loaded, or as FP8 numbers and scales.
         """
         changed: dict[str, str] = {}
-        for form, report in self.reports.items():
+        for form, report in self._reports.items():
             expected = report.parts | report.quantized
             held = self._held(form, report) if expected else {}
             changed |= {name: digest for name, digest in held.items() if digest != expected[name]}
         return changed
 
     def _held(self, form: Form, report: Report) -> dict[str, str]:
-        manager, config = manager_of(self.model), self._adapter_config
+        manager, config = manager_of(self._model), self._adapter_config
         if form == "adapter" and manager is not None and config is not None:
             return landed_digests(manager, config, report.parts)
-        with without_adapters(self.model):
-            layers = named_layers(self.model)
+        with without_adapters(self._model):
+            layers = named_layers(self._model)
             landing = landing_of(layers)
             return {} if landing is None else found(layers, landing, report.parts) | Fp8Layers(layers).held()
 
-    def start_weight_update(self) -> None:
-        """See vLLM."""
+    def receive(self) -> Report:
+        """Receive, load and verify everything; see `EngineProtocol.receive_update`."""
         if self._prepared is None:
             raise SyncMismatch("a weight update was received that was not prepared; sync the weights again")
-
-    def receive_weights(self, update_info: RatchetUpdate) -> None:
-        """Receive, load and verify everything; see `EngineProtocol.receive_update`."""
-        if self._prepared is not None:
-            update, plan, channel, number = self._prepared
-            opened = receiving(channel, plan, number, self.device)
-            if isinstance(update, AdapterUpdate):
-                self.reports["adapter"] = self.report = update.receive(opened)
-                return
-            with without_adapters(self.model):
-                self.report = update.receive(opened)
-            self.reports, self._followed = {plan.form: self.report}, update.followed
-
-    def finish_weight_update(self) -> None:
-        """Forget the update; its report stays until the next."""
+        update, plan, channel, number = self._prepared
+        opened = receiving(channel, plan, number, self._device)
+        if isinstance(update, AdapterUpdate):
+            report = self._reports["adapter"] = update.receive(opened)
+        else:
+            with without_adapters(self._model):
+                report = update.receive(opened)
+            self._reports, self._followed = {plan.form: report}, update.followed
+        torch.accelerator.synchronize()
         self._prepared = None
-
-    def shutdown(self) -> None:
-        """Nothing is held open between updates."""
-
-    @staticmethod
-    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any] | Any) -> None:
-        """Not used: the trainer sends as trainer_core/weights/transports does."""
-        raise NotImplementedError("trainer ranks send through trainer_core.weights.transports")
+        return report
 
 
 class WorkerExtension:
@@ -163,18 +126,22 @@ class WorkerExtension:
     What is wrong with an update is returned, not raised: an error would lose its type on the way from another process.
     """
 
-    weight_transfer_engine: RatchetTransfer
     rank: int
+
+    @cached_property
+    def weight_updates(self) -> Updates:
+        """Those of this worker, which has loaded its model by then."""
+        return Updates(self)
 
     def survey_model(self) -> None:
         with paused():
-            self.weight_transfer_engine.survey()
+            self.weight_updates.survey()
 
     def prepare_update(self, plan: str, channel: str, first: int) -> dict[str, Any]:
-        """See `RatchetTransfer.prepare`: the digest, or why the update is refused."""
+        """See `Updates.prepare`: the digest, or why the update is refused."""
         try:
             with paused():
-                return {"digest": self.weight_transfer_engine.prepare(plan, channel, first + self.rank)}
+                return {"digest": self.weight_updates.prepare(plan, channel, first + self.rank)}
         except RatchetError as refusal:
             return {"refused": str(refusal)}
 
@@ -183,20 +150,16 @@ class WorkerExtension:
 
         As JSON: of anything else, vLLM's messages describe the type of every value.
         """
-        worker, transfer = cast(Any, self), self.weight_transfer_engine
         try:
             with paused():
-                worker.start_weight_update()
-                worker.update_weights({})
+                report = self.weight_updates.receive()
         except RatchetError as refusal:
-            return json.dumps({"refused": str(refusal), "written": transfer.written})
-        worker.finish_weight_update()
-        report = transfer.report
+            return json.dumps({"refused": str(refusal), "written": self.weight_updates.written})
         told = {key: vars(report)[key] for key in ("digests", "landed", "bytes", "seconds", "quantized")}
         return json.dumps(told | {"written": True})
 
     def changed_tensors(self) -> dict[str, str]:
-        return self.weight_transfer_engine.changed()
+        return self.weight_updates.changed()
 
     def take_routes(self, counts: dict[str, int]) -> list[bytes]:
         """See `tasks.engine.vllm.routes`."""
@@ -204,12 +167,4 @@ class WorkerExtension:
 
     def forget_update(self) -> None:
         """Forget what was prepared."""
-        self.weight_transfer_engine.forget()
-
-
-def _register() -> None:
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, RatchetTransfer)
-
-
-_register()
+        self.weight_updates.forget()
