@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from storage.backends.root import Root
 from storage.manifest import Fence, Manifest, find, need
@@ -36,11 +35,6 @@ def directly(_stage: Stage, _iteration: int, work: Callable[[], Performed], _inp
     return work().view
 
 
-def once(_stage: str, _iteration: int) -> AbstractContextManager[object, bool | None]:
-    """Allow one attempt."""
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Portion:
     """Progress within a stage."""
@@ -56,8 +50,9 @@ class Portion:
     left_s: float | None = None  # seconds until it is done, at the pace so far
 
 
-class Page(Protocol):
-    """The page of a run for people. Its methods do not wait long, and do not raise what would end the run."""
+class Page:
+    """The page of a run for people, which nobody follows here. Methods of subclasses do not wait long, and do not raise
+    what would end the run."""
 
     def iteration(self, number: int) -> AbstractContextManager[object]:
         """Encloses the stages of an iteration."""
@@ -68,10 +63,6 @@ class Page(Protocol):
 
     def advanced(self, portion: Portion) -> None:
         """Report progress within a stage. Called as often as anything is; may be called in any thread."""
-
-
-class NoPage(Page):
-    """Nobody follows the run."""
 
 
 @dataclass
@@ -96,13 +87,13 @@ class RunContext:
     outbox: WriteBehind = field(default_factory=WriteBehind)
     """Jobs that are done behind the stages: storing and publishing."""
     performer: Performer = directly  # runs stages: as Prefect tasks in a flow, else directly
-    tries: Tries = once  # decides which failed stages are tried again
+    tries: Tries = lambda _stage, _iteration: nullcontext()  # decides which failed stages are tried again
     starts: Starts = field(default_factory=Starts)  # time that was spent on starts
     announce: Callable[[int, Stage], object] = lambda _iteration, _stage: None  # called before each stage
     memory: Path | None = None
     """Folder in shared memory for the state that is being stored; else, or without room, `scratch` is used."""
     say: Callable[[str], object] = lambda _text: None  # tells people one line
-    page: Page = field(default_factory=NoPage)  # the run's page for people
+    page: Page = field(default_factory=Page)  # the run's page for people
     turn: AbstractContextManager[object] = field(default_factory=threading.RLock)
     """Held by the stage that uses the trainer ranks: a rollout may run beside it."""
     beside: bool = False  # True for a rollout beside a training, which uses the ranks

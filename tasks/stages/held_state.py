@@ -180,11 +180,12 @@ def saved(
         work.context.outbox.settle()
     clock = time.perf_counter()
     folder, files = _write(work.context, group)
+    storing = work.context.folders.storing(work.writer, folder, files, STATE)
     return StageOutput(
         facts={**facts, IDENTITY: files.identity.model_dump(mode="json")},
         metrics={**metrics, "save_seconds": time.perf_counter() - clock, "state_wait_seconds": clock - began},
         content=IDENTITY,
-        store=partial(_store, work.context.folders.storing(work.writer, folder, files, STATE), beside),
+        store=lambda: (*storing(), *beside()),
         identified=partial(_identified, group, folder),
     )
 
@@ -217,10 +218,6 @@ def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _SAVED).unlink(missing_ok=True)
     return folder
-
-
-def _store(*parts: Callable[[], tuple[Part, ...]]) -> tuple[Part, ...]:
-    return tuple(part for store in parts for part in store())
 
 
 @contextmanager

@@ -1,10 +1,5 @@
 """A judge's part of the stages: the model of `[engines.judge]` is stored with the run, and its engine answers."""
 
-from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
-
 from storage.digest import value_digest
 from storage.errors import InputError
 from storage.exchanges import RunExchanges
@@ -25,24 +20,20 @@ def judges_of(context: RunContext, prepared: Prepared) -> Judges:
     kept, section = RunExchanges(context.root, context.run), context.config.engines
     if section is None:
         return Judges(kept)
+
+    def start() -> EngineHandle:
+        return context.workers.judge(other_directory(context, prepared, "judge"))
+
     if is_valued(context.config.reward):
-        return Judges(kept, model=RewardModel(section.judge.max_model_len, partial(_values, context, prepared)))
+        return Judges(kept, model=RewardModel(section.judge.max_model_len, lambda some: start().values(some)))
     engine = EngineJudge(
         model=_identity(prepared.manifest, section.judge.precision),
         longest=section.judge.max_model_len,
         questions=context.questions,
         read=lambda: TextCodec.from_directory(other_directory(context, prepared, "judge"), left_out=None),
-        start=partial(_engine, context, prepared),
+        start=start,
     )
     return Judges(kept, engine)
-
-
-def _engine(context: RunContext, prepared: Prepared) -> EngineHandle:
-    return context.workers.judge(other_directory(context, prepared, "judge"))
-
-
-def _values(context: RunContext, prepared: Prepared, sequences: list[NDArray[np.int32]]) -> NDArray[np.float32]:
-    return _engine(context, prepared).values(sequences)
 
 
 def _identity(prepared: Manifest, precision: str) -> str:

@@ -144,7 +144,7 @@ class _Update:
         planned, held = self._plan(version, arena_bytes)
         plan, base = agreed_plan(planned, version), None
         if lacking := {number: self.engines[number] for number, one in held.items() if one != plan.base}:
-            base = self._bring_base(lacking, version)
+            base = deliver(self.context, lacking, self.group, version, form="base")  # no state changes these weights
             clock.ended("base")
             planned, _ = self._plan(version, arena_bytes)
             plan = agreed_plan(planned, version)
@@ -197,10 +197,6 @@ class _Update:
         surveying = (engine.survey_model for engine in self.engines.values())
         planned, *held = at_once([partial(self.group.results, planning), *surveying])
         return planned, dict(zip(self.engines, held, strict=True)) if self.form == "adapter" else {}
-
-    def _bring_base(self, lacking: Mapping[int, EngineHandle], version: int) -> Delivery:
-        """Bring the trainer's frozen weights to these engines; no state changes them, so the live ones are sent."""
-        return deliver(self.context, lacking, self.group, version, form="base")
 
     def _prepare(self, planned: Planned) -> None:
         plan, digest = planned.plan or "", planned.digest

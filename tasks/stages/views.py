@@ -1,9 +1,9 @@
 """A committed stage as later stages see it: its own type, and typed facts."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic import JsonValue, ValidationError
+from pydantic import StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 
 from storage.errors import SchemaMismatch, StorageError
 from storage.manifest import Manifest, Part
@@ -40,29 +40,20 @@ class View:
 class Fact[T]:
     """A fact of a manifest under the name of the attribute, of one type."""
 
-    def __init__(self, words: str, read: Callable[[JsonValue], T | None]) -> None:
-        self._words, self._read = words, read
+    def __init__(self, words: str, kind: Any) -> None:
+        self._words, self._kind = words, TypeAdapter[T](kind)
 
     def __set_name__(self, owner: type[View], name: str) -> None:
         self._name = name
 
     def __get__(self, view: View, owner: type[View]) -> T:
-        if (found := self._read(view.manifest.facts.get(self._name))) is None:
-            raise view.unexpected(self._name, self._words)
-        return found
+        try:
+            return self._kind.validate_python(view.manifest.facts.get(self._name))
+        except ValidationError:
+            raise view.unexpected(self._name, self._words) from None
 
 
-def _number() -> Fact[int]:
-    return Fact("a whole number", lambda value: value if isinstance(value, int) else None)
-
-
-def _numbers() -> Fact[tuple[int, ...]]:
-    return Fact("a list of whole numbers", _whole)
-
-
-def _whole(value: JsonValue) -> tuple[int, ...] | None:
-    numbers = tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
-    return numbers if isinstance(value, list) and len(numbers) == len(value) else None
+_NUMBER, _NUMBERS = ("a whole number", StrictInt), ("a list of whole numbers", tuple[StrictInt, ...])
 
 
 @dataclass(frozen=True)
@@ -77,17 +68,17 @@ class Performed:
 class Prepared(View):
     """Model directory and prompt tables, as parts."""
 
-    cursor = _number()  # prompts drawn: none
-    stop_tokens = _numbers()  # token ids that end a response
-    left_out_tokens = _numbers()  # token ids that texts of responses lack
-    train_rows = _numbers()  # training prompts of each source, in the order of the table
+    cursor = Fact[int](*_NUMBER)  # prompts drawn: none
+    stop_tokens = Fact[tuple[int, ...]](*_NUMBERS)  # token ids that end a response
+    left_out_tokens = Fact[tuple[int, ...]](*_NUMBERS)  # token ids that texts of responses lack
+    train_rows = Fact[tuple[int, ...]](*_NUMBERS)  # training prompts of each source, in the order of the table
 
 
 class Rollouts(View):
     """Samples of one iteration."""
 
-    cursor = _number()  # prompts drawn since the run began, these included
-    weight_version = _number()  # weight version that generated the samples
+    cursor = Fact[int](*_NUMBER)  # prompts drawn since the run began, these included
+    weight_version = Fact[int](*_NUMBER)  # weight version that generated the samples
 
 
 class Rewards(View):
@@ -97,7 +88,7 @@ class Rewards(View):
 class Trained(View):
     """A train state."""
 
-    cursor = _number()  # prompts that were consumed: drawn, and trained on
+    cursor = Fact[int](*_NUMBER)  # prompts that were consumed: drawn, and trained on
 
     @property
     def identity(self) -> StateIdentity:
@@ -118,8 +109,8 @@ class Trained(View):
 class Served(View):
     """Weights that every engine holds, proven."""
 
-    weight_version = _number()  # iteration whose training made the weights
-    weights_digest = Fact("a text", lambda value: value if isinstance(value, str) else None)
+    weight_version = Fact[int](*_NUMBER)  # iteration whose training made the weights
+    weights_digest = Fact[str]("a text", StrictStr)
     """Identity of all weights together."""
 
 
@@ -135,7 +126,7 @@ class Selected(View):
         """The tables of samples, in order: an iteration trains on one."""
         return self.manifest.tables
 
-    temperature = Fact("a number", lambda value: float(value) if isinstance(value, int | float) else None)
+    temperature = Fact[float]("a number", StrictFloat)
     """Temperature at which the samples were drawn."""
 
 

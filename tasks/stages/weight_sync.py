@@ -71,7 +71,8 @@ class _Probe:
             sides = (group.logprobs, *(engine.score for engine in self._engines))
             ours, *theirs = at_once([partial(side, self._sequences) for side in sides])
             agreement = [agree(one, ours, limits(self._work.config)) for one in theirs]
-            if before is not None and self._changed(weights_digest):
+            previous = None if before is None else self._work.context.find(self._work.iteration - 1, Stage.WEIGHT_SYNC)
+            if before is not None and previous is not None and Served(previous).weights_digest != weights_digest:
                 check_change(before, theirs[0])
         except SyncMismatch as error:
             for engine in self._engines:
@@ -79,9 +80,3 @@ class _Probe:
             raise
         self.seconds += time.perf_counter() - clock
         return agreement
-
-    def _changed(self, weights_digest: str) -> bool:
-        """True if the previous sync recorded other weights."""
-        iteration = self._work.iteration
-        previous = self._work.context.find(iteration - 1, Stage.WEIGHT_SYNC) if iteration else None
-        return previous is not None and Served(previous).weights_digest != weights_digest
