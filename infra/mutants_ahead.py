@@ -206,8 +206,8 @@ AHEAD = (
         "staleness-without-bound",
         "a group is trained on however old its oldest token is",
         "tasks/stages/in_flight.py",
-        "bound is None or group.staleness(self.work.iteration) <= bound",
-        "True",
+        "bound is not None and one.staleness(self.work.iteration) > bound",
+        "False",
         _IN_FLIGHT,
     ),
     Mutant(
@@ -238,8 +238,8 @@ AHEAD = (
         "responses-go-on-with-other-numbers",
         "a fork with another precision or another stop text goes on with the responses of its parent",
         "tasks/stages/in_flight.py",
-        "self.before.manifest.facts.get(SAMPLED_AS) == self.sampled_as",
-        "True",
+        "self.before.manifest.facts.get(SAMPLED_AS) != self.sampled_as",
+        "False",
         _IN_FLIGHT,
     ),
     Mutant(

@@ -1,7 +1,7 @@
 """The engine door: the calls by which an engine samples, scores and gets new weights. Imports no vLLM, torch or Ray."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -10,17 +10,11 @@ from pydantic import Field
 
 from storage.digest import value_digest
 from storage.errors import InputError, SyncMismatch
-from storage.parts import row_views
 from trainer_core.config import Device, Frozen
 from trainer_core.lora import LoraConfig
 from trainer_core.weights.channel import Channel
 
 TokenIds = Sequence[int] | NDArray[np.int32]  # the tokens of one sequence
-
-
-def token_rows(column: pa.ChunkedArray) -> list[TokenIds]:
-    """The rows of a column of token ids, as views of its memory."""
-    return cast(list[TokenIds], row_views(column))
 
 
 COMPLETIONS = pa.schema(

@@ -18,12 +18,9 @@ LINGER_S = 10.0  # longest wait for the thread when the training has failed or w
 
 
 class Beside[T]:
-    """Work on engines, in a thread, beside a block that uses the trainer ranks.
-
-    The block begins once the first rollout of the work samples, or the work has ended: until then it may need the ranks
-    itself, to bring weights into the engines. It ends when the work has, with its error if there is one; if the block
-    fails, the work is stopped.
-    """
+    """Work on engines, in a thread, beside a block that uses the trainer ranks. The block begins once the first rollout
+    of the work samples, or the work has ended: until then it may need the ranks itself, to bring weights into the
+    engines. It ends when the work has, with its error if there is one; if the block fails, the work is stopped."""
 
     def __init__(self, context: RunContext, work: Callable[[RunContext], T]) -> None:
         self._begun, self._stopped = threading.Event(), threading.Event()

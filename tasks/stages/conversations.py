@@ -9,13 +9,13 @@ import pyarrow as pa
 
 from storage.backends.root import Root
 from storage.errors import StageFailed
-from storage.parts import PartWriter
+from storage.parts import PartWriter, row_views
 from storage.turns import finish_reasons
 from storage.unfinished import TurnEvent, TurnsRecord, find_turns, keep_increment, piece_key
 from tasks.config.run import RunConfig
 from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.driving import Driver, driving
-from tasks.engine.protocol import Sampling, token_rows
+from tasks.engine.protocol import Sampling
 from tasks.environments.conversation import Limits, Played, Player, Task
 from tasks.environments.hosting import Host
 from tasks.environments.playing import find_environment
@@ -73,20 +73,13 @@ def environment_source(config: RunConfig) -> dict[str, str]:
 
 
 def tasks_of(prompts: pa.Table, samples: Iterable[int], seeds: Iterable[int], worlds: Iterable[int]) -> list[Task]:
-    """The conversations of one piece.
-
-    Args:
-        prompts: a row for each of them, as prompt tables have it.
-        samples, seeds, worlds: for each, the number of the sample, and the seeds of the policy and of the environment.
-    """
-    records = Records(prompts)
+    """The conversations of one piece, each about a row of the table `prompts`, with the number of its sample, and the
+    seeds of the policy and of the environment."""
+    records, names = Records(prompts), prompts["prompt_id"].to_pylist()
     rows = zip(
-        prompts["prompt_id"].to_pylist(), samples, token_rows(prompts["prompt_tokens"]), seeds, worlds, strict=True
+        names, samples, map(records.__getitem__, names), row_views(prompts["prompt_tokens"]), seeds, worlds, strict=True
     )
-    return [
-        Task(row, name, sample, records[name], prompt, own, world)
-        for row, (name, sample, prompt, own, world) in enumerate(rows)
-    ]
+    return [Task(number, *row) for number, row in enumerate(rows)]
 
 
 def played_once(
@@ -125,17 +118,10 @@ def play(
     ready: Ready,
     go_on: Callable[[], None],
 ) -> None:
-    """Play the conversations of all pieces, each with its key.
-
-    Args:
-        version: of the weights that must sample; any if it is None.
-        ready: called with the number of each piece and its trajectories as soon as they are there, in any thread.
-        go_on: called now and then; raises if the play is to end.
-
-    Raises:
-        WorkerLost, SyncMismatch, InputError: as `EngineSampler.sample`; InputError also if the environment is refused,
-            or vLLM has no such parser.
-    """
+    """Play the conversations of all pieces, each with its key, with weights of `version`, or any if it is None. `ready`
+    is called with the number of each piece and its trajectories as soon as they are there, in any thread, and `go_on`
+    now and then; it raises if the play is to end. Raises as `EngineSampler.sample`; InputError also if the environment
+    is refused, or vLLM has no such parser."""
     section = config.environment
     assert section is not None
     if not pieces:

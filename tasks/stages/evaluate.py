@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from storage.digest import value_digest
+from storage.parts import row_views
 from storage.schema import EVALUATION, fingerprint
 from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
-from tasks.engine.protocol import Sampling, token_rows
+from tasks.engine.protocol import Sampling
 from tasks.environments.scores import Kept, play_metrics
 from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
@@ -53,7 +54,10 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     asked = {"prompts": len(scores), "max_tokens": rollout.max_tokens}
     asked |= {"stop": list(rollout.stop)} if rollout.stop else {}
     own = {SOURCE: dict(scored.sources), SCORED_BY: scored_by(section, scored.sources), ASKED: asked}
-    figures = {"reward_mean": _mean(scores), **({} if condition is None else _passing(result, condition))}
+    figures = {"reward_mean": _mean(scores)}
+    if condition is not None:
+        scored_rows = result.num_rows - result["reward"].null_count
+        figures["pass_rate"] = float(passing(result, condition).sum()) / scored_rows
     return StageOutput(
         parts=(work.writer.write_table("answers.arrow", result, EVALUATION),),
         schema_fingerprint=fingerprint(EVALUATION),
@@ -67,16 +71,11 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     )
 
 
-def _passing(table: pa.Table, condition: str) -> dict[str, float]:
-    scored = len(table["reward"]) - table["reward"].null_count
-    return {"pass_rate": float(passing(table, condition).sum()) / scored}
-
-
 def _answered(work: Work, prepared: Prepared, served: Served, table: pa.Table) -> pa.Table:
     """The greedy answers of the engines, as `responses_of` takes them."""
     engines = ensure_served(work.context, prepared, served)
-    batch = Batch(token_rows(table["prompt_tokens"]), [0] * table.num_rows)
-    answers = spread(engines, batch, _greedy(work, prepared), version=served.weight_version)
+    batch = Batch(row_views(table["prompt_tokens"]), [0] * table.num_rows)
+    answers = spread(engines, batch, _greedy(work, prepared), served.weight_version)
     return _table(table, *(answers[name].combine_chunks() for name in ("response_tokens", "finish_reason")))
 
 
@@ -99,13 +98,14 @@ def _greedy(work: Work, prepared: Prepared) -> Sampling:
 
 
 def _table(prompts: pa.Table, responses: pa.Array, ends: pa.Array) -> pa.Table:
-    columns = {
-        "prompt_id": prompts["prompt_id"].combine_chunks(),
-        "sample_id": pa.array([0] * prompts.num_rows, pa.int32()),
-        "response_tokens": responses.cast(EVALUATION.field("response_tokens").type),
-        "finish_reason": ends,
-    }
-    return pa.table(columns)
+    return pa.table(
+        {
+            "prompt_id": prompts["prompt_id"].combine_chunks(),
+            "sample_id": pa.array([0] * prompts.num_rows, pa.int32()),
+            "response_tokens": responses.cast(EVALUATION.field("response_tokens").type),
+            "finish_reason": ends,
+        }
+    )
 
 
 def _mean(scores: Sequence[Score]) -> float:

@@ -18,7 +18,7 @@ from storage.digest import value_digest
 from storage.errors import InputError
 from storage.manifest import Manifest, Part, commit, find
 from storage.parallel import each
-from storage.parts import PartWriter, flat, read_parts
+from storage.parts import PartWriter, flat, read_parts, row_views
 from storage.schema import EVALUATION_SAMPLES, fingerprint
 from storage.unfinished import find_piece, keep_piece
 from storage.upkeep.catalog import require_run
@@ -27,7 +27,7 @@ from tasks.config.identity import settings_digest
 from tasks.config.run import RunConfig
 from tasks.data.files import name_of
 from tasks.data.sources import check_asked_prompts
-from tasks.engine.protocol import Sampling, token_rows
+from tasks.engine.protocol import Sampling
 from tasks.rewards.passing import check_passing, condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses, sources_of
@@ -212,7 +212,7 @@ class _Asked:
     def _generated(self, engine: EngineHandle, rows: pa.Table, start: int) -> pa.Table:
         tables: list[pa.Table] = []
         for wanted in self._wanted(rows, start):
-            batch = engine.generate(token_rows(wanted.rows["prompt_tokens"]), wanted.seeds, wanted.how)
+            batch = engine.generate(row_views(wanted.rows["prompt_tokens"]), wanted.seeds, wanted.how)
             tables.append(self._table(wanted, batch.column("response_tokens"), batch.column("finish_reason")))
         return pa.concat_tables(tables)
 

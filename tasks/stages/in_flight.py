@@ -3,8 +3,7 @@ one before it has left open.
 
 Open responses grow in rounds of `rollout.pause_tokens` tokens each, until `rollout.prompts` groups are complete. These
 are the rollout's samples, in the order in which they were complete; the others are stored with it, for the next one. So
-lengths alone decide which weights sample a token, and not time.
-"""
+lengths alone decide which weights sample a token, and not time."""
 
 import itertools
 import time
@@ -24,16 +23,16 @@ from storage.parts import list_column, read_parts, row_views
 from storage.schema import ROLLOUT, fingerprint
 from storage.turns import finish_reasons, of_each_token, one_turn
 from storage.unfinished import find_piece, keep_piece, piece_key
-from tasks.engine.protocol import NOTHING, Begun, Every, Sampling, TokenIds
+from tasks.engine.protocol import NOTHING, Begun, Sampling, TokenIds
 from tasks.stages.context import Portion
 from tasks.stages.draws import drawn
-from tasks.stages.increments import Growth
+from tasks.stages.increments import Growth, sample_batches
 from tasks.stages.names import Stage
 from tasks.stages.samples import reseeded, rollout_metrics, sample_seed, sample_table
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.views import IN_FLIGHT, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
-from tasks.workers.sampling import Batch, Growing, sample
+from tasks.workers.sampling import Batch
 
 
 class ResponseInFlight(NamedTuple):
@@ -109,12 +108,10 @@ class Flight:
     @cached_property
     def left_out(self) -> list[GroupInFlight]:
         """Groups that are too old; all, if they were begun under other settings, or other seeds are asked for."""
-        goes_on = not reseeded(self.work) and self.before.manifest.facts.get(SAMPLED_AS) == self.sampled_as
-        return [one for one in self._carried if not (goes_on and self._fresh_enough(one))]
-
-    def _fresh_enough(self, group: GroupInFlight) -> bool:
+        if reseeded(self.work) or self.before.manifest.facts.get(SAMPLED_AS) != self.sampled_as:
+            return self._carried
         bound = self.work.config.rollout.max_staleness
-        return bound is None or group.staleness(self.work.iteration) <= bound
+        return [one for one in self._carried if bound is not None and one.staleness(self.work.iteration) > bound]
 
     @property
     def drawn(self) -> int:
@@ -186,15 +183,11 @@ class Flight:
         places = {one.position for one in again}
         go_on = [one for one in self._carried if one.position not in places]
         found = drawn(self.work, self.prepared, self.before.cursor, 0, self.drawn) if self.drawn else []
+        tables = [(one.prompts["prompt_id"].to_pylist(), one.prompts["prompt_tokens"], one.positions) for one in found]
         new = [
             self._fresh(name, tokens, position, 0)
-            for some in found
-            for name, tokens, position in zip(
-                some.prompts["prompt_id"].to_pylist(),
-                row_views(some.prompts["prompt_tokens"]),
-                some.positions,
-                strict=True,
-            )
+            for names, column, positions in tables
+            for name, tokens, position in zip(names, row_views(column), positions, strict=True)
         ]
         still_open = sorted((*(one for one in go_on if not one.complete), *again, *new), key=lambda one: one.position)
         return [*(one for one in go_on if one.complete), *still_open]
@@ -212,8 +205,10 @@ class Flight:
         missing = [place for place in range(len(pieces)) if place not in tables]
 
         def store(one: int, table: pa.Table) -> None:
-            name = f"round-{number:04d}-{missing[one]:05d}.arrow"
-            tables[missing[one]] = self._keep(name, pieces[missing[one]], table)
+            place, writer = missing[one], self.work.writer
+            part = writer.write_table(f"round-{number:04d}-{place:05d}.arrow", table, ROLLOUT)
+            first = keep_piece(writer, pieces[place].name, part)
+            tables[place] = table if first == part else self._read(first)
 
         self._sample(engines, [pieces[place] for place in missing], store)
         rows = itertools.chain.from_iterable(
@@ -243,18 +238,13 @@ class Flight:
         stamp = value_digest([self.served.digest, self.before.digest, self.work.config.engine.numbers, limit, places])
         return f"{number:04d}-{groups[0].position:06d}-{stamp[:16]}"
 
-    def _keep(self, name: str, piece: _Piece, table: pa.Table) -> pa.Table:
-        part = self.work.writer.write_table(name, table, ROLLOUT)
-        first = keep_piece(self.work.writer, piece.name, part)
-        return table if first == part else self._read(first)
-
     def _read(self, part: Part) -> pa.Table:
         return read_parts(self.work.root, [part], ROLLOUT)
 
     def _sample(
         self, engines: Sequence[EngineHandle], pieces: Sequence[_Piece], store: Callable[[int, pa.Table], None]
     ) -> None:
-        work, section = self.work, self.work.config.rollout
+        work = self.work
         growth = Growth(work.root, [piece_key(work.writer, one.name) for one in pieces])
         batches = [
             Batch(
@@ -266,12 +256,11 @@ class Flight:
             )
             for place, piece in enumerate(pieces)
         ]
-        every = Every(section.increments.tokens, section.increments.seconds)
-        sample(
-            engines, batches, self.how, lambda number, found: store(number, self._sampled(pieces[number], found)),
-            2 * work.config.engine.max_num_seqs, lambda _: work.context.go_on(), self.served.weight_version,
-            Growing(every, growth.keep),
-        )  # fmt: skip
+
+        def ready(number: int, found: pa.RecordBatch) -> None:
+            store(number, self._sampled(pieces[number], found))
+
+        sample_batches(work, engines, batches, self.how, ready, self.served.weight_version, growth)
 
     def _sampled(self, piece: _Piece, completions: pa.RecordBatch) -> pa.Table:
         """The open responses of a piece as they are now."""

@@ -1,11 +1,15 @@
 """Responses of a rollout that go on, stored before they end: a process that takes over goes on with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
 
 from storage.backends.root import Root
 from storage.unfinished import Grown, IncrementRecord, find_increments, keep_increment, listed_increments
-from tasks.engine.protocol import Begun, Increment
+from tasks.engine.protocol import Begun, Every, Increment, Sampling
+from tasks.stages.stage import Work
 from tasks.workers.engines import EngineHandle
+from tasks.workers.sampling import Batch, Growing, sample
 
 
 class Growth:
@@ -29,6 +33,21 @@ class Growth:
     def keep(self, place: int, increments: Sequence[Increment]) -> None:
         """Store increments of a piece, all of one weight version."""
         self._next[place] = keep_increment(self._root, self.pieces[place], self._next[place], _record(increments))
+
+
+def sample_batches(
+    work: Work,
+    engines: Sequence[EngineHandle],
+    batches: Sequence[Batch],
+    how: Sampling,
+    ready: Callable[[int, pa.RecordBatch], None],
+    version: int,
+    growth: Growth | None,
+) -> None:
+    """`sample` as the run's configuration says, with increments that are kept as `growth`."""
+    every, ahead = work.config.rollout.increments, 2 * work.config.engine.max_num_seqs
+    growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
+    sample(engines, batches, how, ready, ahead, lambda _: work.context.go_on(), version, growing)
 
 
 def keep_left(root: Root, engines: Sequence[EngineHandle]) -> None:

@@ -1,8 +1,6 @@
-"""Stage `rollout`: the engines sample responses to the next prompts.
-
-Prompt groups become durable piece by piece, so a crash costs only the piece in progress. Each sample has its own seed,
-derived from its place in the run, so that a piece generated again requests the same samples.
-"""
+"""Stage `rollout`: the engines sample responses to the next prompts. Prompt groups become durable piece by piece, so a
+crash costs only the piece in progress. Each sample has its own seed, derived from its place in the run, so that a piece
+generated again requests the same samples."""
 
 import json
 import threading
@@ -18,11 +16,11 @@ from pydantic import JsonValue
 from storage.digest import value_digest
 from storage.errors import StageFailed
 from storage.manifest import Part
-from storage.parts import read_parts
+from storage.parts import read_parts, row_views
 from storage.schema import BRANCHES, ROLLOUT, fingerprint
 from storage.turns import of_each_token, one_turn, sampled_lengths
 from storage.unfinished import find_piece, find_scores, keep_piece, piece_key
-from tasks.engine.protocol import NOTHING, ROUTES, Every, Sampling, token_rows
+from tasks.engine.protocol import NOTHING, ROUTES, Sampling
 from tasks.environments.conversation import Played, Task
 from tasks.environments.scores import Kept, branches_of
 from tasks.environments.trajectory import columns_of
@@ -30,7 +28,7 @@ from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play, tasks_of
 from tasks.stages.draws import Groups, Refill, drawn
 from tasks.stages.in_flight import Flight
-from tasks.stages.increments import Growth
+from tasks.stages.increments import Growth, sample_batches
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory, text_codec
 from tasks.stages.samples import WORLD, reseeded, rollout_metrics, sample_seed, sample_table, sampling
@@ -38,7 +36,7 @@ from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle
-from tasks.workers.sampling import Batch, Growing, sample
+from tasks.workers.sampling import Batch
 
 _SAMPLED = ["response_tokens", "logprobs", "turns", "routes"]
 
@@ -152,7 +150,7 @@ class _Sampler:
 
     def _kept(self, groups: Groups) -> Piece | None:
         kept = find_piece(self.work.writer, self._name(groups))
-        return None if kept is None else Piece(kept, self._stored(kept), kept=True)
+        return None if kept is None else Piece(kept, read_parts(self.work.root, [kept], ROLLOUT), kept=True)
 
     def played(self, groups: list[Groups]) -> list[Kept]:
         """Scores and courses of conversations in the order of their rows; none without environments."""
@@ -178,13 +176,11 @@ class _Sampler:
     def _store(self, index: int, groups: Groups, table: pa.Table, scores: Sequence[dict[str, JsonValue]]) -> Piece:
         part = self.work.writer.write_table(f"groups-{index:05d}.arrow", table, ROLLOUT)
         first = keep_piece(self.work.writer, self._name(groups), part, scores)
-        return Piece(first, table if first == part else self._stored(first), kept=False)
+        return Piece(first, table if first == part else read_parts(self.work.root, [first], ROLLOUT), kept=False)
 
     def _name(self, groups: Groups) -> str:
-        """The groups of a piece, and a digest of everything else that decides its samples.
-
-        The run's configuration and its prompts are fixed.
-        """
+        """The groups of a piece, and a digest of everything else that decides its samples: the run's configuration and
+        its prompts are fixed."""
         first = groups.position - self.cursor
         return f"{first:06d}-{first + groups.prompts.num_rows:06d}-{value_digest(self.decides)[:16]}"
 
@@ -201,15 +197,9 @@ class _Sampler:
     def _key(self, groups: Groups) -> str:
         return piece_key(self.work.writer, self._name(groups))
 
-    def _stored(self, part: Part) -> pa.Table:
-        return read_parts(self.work.root, [part], ROLLOUT)
-
     def sample_again(self, engines: list[EngineHandle], kept: Piece, groups: Groups) -> dict[str, float]:
-        """Sample a piece of an earlier process again, and count the samples that are bit-for-bit identical.
-
-        Samples lost in a crash cannot be compared; those the process left can, which shows whether the engine gives
-        the same samples for the same seeds.
-        """
+        """Sample a piece of an earlier process again, and count the samples that are bit-for-bit identical: whether the
+        engine gives the same samples for the same seeds. Those that were lost in a crash cannot be compared."""
         again: list[pa.Table] = []
         self._sample(engines, [groups], lambda _, found: again.append(self._table(groups, self._answers(found))))
         before, after = (table.select(_SAMPLED).combine_chunks() for table in (kept.table, *again))
@@ -225,25 +215,21 @@ class _Sampler:
     ) -> None:
         batches: list[Batch] = []
         for place, one in enumerate(groups):
-            rows = token_rows(self._repeated(one)["prompt_tokens"])
+            rows = row_views(self._repeated(one)["prompt_tokens"])
             begun, name = (growth.begun(place, [NOTHING] * len(rows)), growth.pieces[place]) if growth else ((), "")
             batches.append(Batch(rows, self._seeds(one), begun, name))
-        ahead, every = 2 * self.work.config.engine.max_num_seqs, self.work.config.rollout.increments
-        growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
-        told, version = self.work.context.go_on, self.served.weight_version
-        sample(engines, batches, self.how, ready, ahead, lambda _: told(), version, growing)
+        sample_batches(self.work, engines, batches, self.how, ready, self.served.weight_version, growth)
 
     def _play(self, engines: list[EngineHandle], groups: list[Groups], store: Callable[..., None]) -> None:
-        work, codec = self.work, text_codec(self.work.context, self.prepared)
+        context, codec = self.work.context, text_codec(self.work.context, self.prepared)
         tasks = [(self._key(one), self._tasks(one)) for one in groups]
 
         def ready(number: int, played: list[Played]) -> None:
-            columns = columns_of([one.trajectory for one in played])
-            store(number, columns, [one.kept.document() for one in played])
+            store(number, columns_of([one.trajectory for one in played]), [one.kept.document() for one in played])
 
-        version = self.served.weight_version
-        model, go_on = model_directory(work.context, self.prepared), work.context.go_on
-        play(work.root, engines, version, work.config, codec, self.how, model, tasks, ready, go_on)
+        model = model_directory(context, self.prepared)
+        version, go_on = self.served.weight_version, context.go_on
+        play(context.root, engines, version, context.config, codec, self.how, model, tasks, ready, go_on)
 
     def _tasks(self, groups: Groups) -> list[Task]:
         seed, again, samples = self.work.config.run.seed, reseeded(self.work), self.work.config.rollout.samples
@@ -285,11 +271,7 @@ class _Sampler:
 
 
 def _check_rows(samples: pa.Table, groups: list[Groups], count: int) -> None:
-    """Refuse samples that do not match the requested ones one to one.
-
-    Raises:
-        StageFailed: rows are missing, duplicated or of other prompts.
-    """
+    """Raises StageFailed: samples do not match the requested ones one to one."""
     names = pa.concat_tables([one.prompts.select(["prompt_id"]) for one in groups])["prompt_id"]
     expected = names.take(np.repeat(np.arange(len(names)), count)).combine_chunks()
     numbers = np.concatenate([one.sample_ids(count) for one in groups])

@@ -1,8 +1,5 @@
-"""Sampling many batches on several engines at once.
-
-Each engine holds enough work that it never waits for the next batch. A batch goes to the engine that has least in
-flight, and goes on at another one if its engine is lost.
-"""
+"""Sampling many batches on several engines at once. Each engine holds enough work that it never waits for the next
+batch. A batch goes to the engine that has least in flight, and goes on at another one if its engine is lost."""
 
 import logging
 import math
@@ -45,35 +42,23 @@ class Growing:
     """Called with the number of a batch and its increments, as `ready`."""
 
 
-def untold(_done: int) -> None:
-    """Report no progress."""
-
-
 def sample(
     engines: Sequence[EngineHandle],
     batches: Sequence[Batch],
     how: Sampling,
     ready: Callable[[int, pa.RecordBatch], None],
     ahead: int = 1024,
-    told: Callable[[int], None] = untold,
+    told: Callable[[int], None] = lambda _done: None,
     version: int | None = None,
     growing: Growing | None = None,
 ) -> None:
-    """Sample all batches, in any order.
-
-    Args:
-        ready: called with the number of each batch and its completions (schema `COMPLETIONS`) as soon as they are
-            there, in the context of the caller, from one thread for each engine.
-        ahead: an engine gets no further batch while it has that many samples in flight.
-        told: called with the number of finished samples, a few times a second at most.
-        version: of the weights that must sample them; any by default.
-        growing: by default responses are told when their batch is finished.
-
-    Raises:
-        WorkerLost: no engine is left. While there is one, it goes on with what the lost ones had.
-        SyncMismatch: as `EngineProtocol.generate`; or a batch was sampled by weights of another version.
-        InputError: as `EngineProtocol.generate`.
-    """
+    """Sample all batches, in any order, with weights of `version`, or any by default. `ready` is called with the number
+    of each batch and its completions (schema `COMPLETIONS`) as soon as they are there, in the context of the caller,
+    from one thread for each engine; `told` with the number of finished samples, a few times a second at most. An engine
+    gets no further batch while it has `ahead` samples in flight. By default responses are told when their batch is
+    finished. Raises WorkerLost (no engine is left; while there is one, it goes on with what the lost ones had),
+    SyncMismatch (as `EngineProtocol.generate`; or a batch was sampled by weights of another version) or InputError (as
+    `EngineProtocol.generate`)."""
     work = _Shared(engines, batches, how, ready, ahead, told, version, growing)
     if not batches:
         return
@@ -89,48 +74,40 @@ def sample(
             work.stop()
 
 
-def spread(
-    engines: Sequence[EngineHandle],
-    batch: Batch,
-    how: Sampling,
-    told: Callable[[int], None] = untold,
-    version: int | None = None,
-) -> pa.Table:
+def spread(engines: Sequence[EngineHandle], batch: Batch, how: Sampling, version: int | None = None) -> pa.Table:
     """One batch, an equal share on each engine; its completions (schema `COMPLETIONS`) in order. Raises as `sample`."""
     size = max(1, math.ceil(len(batch.prompts) / len(engines)))
     shares = [slice(first, first + size) for first in range(0, len(batch.prompts), size)]
     found: dict[int, pa.RecordBatch] = {}
     batches = [Batch(batch.prompts[share], batch.seeds[share]) for share in shares]
-    sample(engines, batches, how, found.__setitem__, told=told, version=version)
+    sample(engines, batches, how, found.__setitem__, version=version)
     completions = [found[number].select(COMPLETIONS.names) for number in range(len(shares))]
     return pa.Table.from_batches(completions, COMPLETIONS)
 
 
+@dataclass
 class _Shared:
     """State that the threads of the engines share."""
 
-    def __init__(
-        self,
-        engines: Sequence[EngineHandle],
-        batches: Sequence[Batch],
-        how: Sampling,
-        ready: Callable[[int, pa.RecordBatch], None],
-        ahead: int,
-        told: Callable[[int], None],
-        version: int | None,
-        growing: Growing | None,
-    ) -> None:
-        self._engines, self._batches, self._how, self._version = engines, batches, how, version
-        self._ready, self._ahead, self._told = ready, ahead, told
-        self._growing = growing
-        self._begun = [list(one.begun) or [NOTHING] * len(one.prompts) for one in batches]
+    _engines: Sequence[EngineHandle]
+    _batches: Sequence[Batch]
+    _how: Sampling
+    _ready: Callable[[int, pa.RecordBatch], None]
+    _ahead: int
+    _told: Callable[[int], None]
+    _version: int | None
+    _growing: Growing | None
+
+    def __post_init__(self) -> None:
+        places = range(len(self._engines))
+        self._begun = [list(one.begun) or [NOTHING] * len(one.prompts) for one in self._batches]
         self._changed = threading.Condition()
-        self._waiting = deque(range(len(batches)))
-        self._given: dict[int, set[int]] = {place: set() for place in range(len(engines))}  # of engines that live
-        self._queued: dict[int, set[int]] = {place: set() for place in range(len(engines))}
-        self._partial = dict.fromkeys(range(len(engines)), 0)  # samples of batches that are not finished
+        self._waiting = deque(range(len(self._batches)))
+        self._given: dict[int, set[int]] = {place: set() for place in places}  # of engines that live
+        self._queued: dict[int, set[int]] = {place: set() for place in places}
+        self._partial = dict.fromkeys(places, 0)  # samples of batches that are not finished
         self._done = 0  # samples of finished batches
-        self._left = len(batches)
+        self._left = len(self._batches)
         self._stopped = False
 
     def serve(self, place: int) -> None:
