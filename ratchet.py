@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from tasks.environments.protocol import Environment, ToolError
     from tasks.environments.tools import Tools
     from tasks.export.export import Exported
-    from tasks.rewards.container import run_in_container
     from tasks.rewards.sample import Sample
-    from tasks.rewards.sandbox import ProgramLimits, Ran, SandboxFailed, run_python
+    from tasks.rewards.sandbox import ProgramLimits, Ran, SandboxFailed, run_in_container, run_python
     from trainer_core.objectives.registry import Advantage, Loss
     from trainer_core.objectives.scored import ScoredSamples
     from trainer_core.objectives.tokens import Tokens
@@ -76,8 +75,7 @@ _HOMES = {
     "tasks.environments.tools": "Tools",
     "tasks.export.export": "Exported",
     "tasks.rewards.sample": "Sample",
-    "tasks.rewards.container": "run_in_container",
-    "tasks.rewards.sandbox": "ProgramLimits Ran SandboxFailed run_python",
+    "tasks.rewards.sandbox": "ProgramLimits Ran SandboxFailed run_in_container run_python",
     "trainer_core.objectives.registry": "Advantage Loss",
     "trainer_core.objectives.scored": "ScoredSamples",
     "trainer_core.objectives.tokens": "Tokens",

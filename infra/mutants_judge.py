@@ -147,7 +147,7 @@ JUDGE = (
     Mutant(
         "reward-model-of-other-tokens",
         "the tokens of a reward model are not compared with the policy's",
-        "tasks/model_checks/judge.py",
+        "tasks/model_checks/objective.py",
         '        check_tokens(folder, facts, own, tokens(), "reward model")\n',
         "",
         _VALUES,

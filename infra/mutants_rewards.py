@@ -176,7 +176,7 @@ REWARDS = (
     Mutant(
         "container-with-a-network",
         "a program of the policy reaches the network from its container",
-        "tasks/rewards/container.py",
+        "tasks/rewards/sandbox.py",
         '"--network=none", ',
         "",
         _CONTAINER,
@@ -184,7 +184,7 @@ REWARDS = (
     Mutant(
         "container-keeps-its-rights",
         "a program of the policy has capabilities in its container",
-        "tasks/rewards/container.py",
+        "tasks/rewards/sandbox.py",
         '"--cap-drop=all", ',
         "",
         _CONTAINER,
@@ -192,7 +192,7 @@ REWARDS = (
     Mutant(
         "container-of-a-tag",
         "programs run in whatever image has a name today",
-        "tasks/rewards/container.py",
+        "tasks/rewards/sandbox.py",
         "    if not _ID.fullmatch(image):\n",
         "    if False:\n",
         _CONTAINER,

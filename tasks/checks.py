@@ -24,8 +24,15 @@ from tasks.data.values import Keyed
 from tasks.environments.checking import check_environment
 from tasks.model_checks.architectures import architecture_of
 from tasks.model_checks.fitness import Facts, check_fit, source_facts
-from tasks.model_checks.judge import check_judge, judge_facts
-from tasks.model_checks.objective import check_beside, check_engine, check_objective, check_teacher, other_parameters
+from tasks.model_checks.objective import (
+    check_beside,
+    check_engine,
+    check_judge,
+    check_objective,
+    check_teacher,
+    judge_facts,
+    other_parameters,
+)
 from tasks.preflight import check_continued, check_model, check_others
 from tasks.rewards.passing import check_components, check_passing
 from tasks.rewards.resolve import find_reward

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tasks.rewards.container import check_image, run_in_container
-from tasks.rewards.sandbox import ProgramLimits, Ran, check_sandbox, run_python
+from tasks.rewards.sandbox import ProgramLimits, Ran, check_image, check_sandbox, run_in_container, run_python
 
 _FENCE = re.compile(r"[ \t]*(```+|~~~+)[ \t]*([\w+.-]*)")
 _PYTHON = ("python", "python3", "py")

@@ -16,8 +16,7 @@ import pytest
 from storage.errors import InputError
 from tasks.config.reward import RewardSection
 from tasks.rewards.code import check_programs, code_tests
-from tasks.rewards.container import check_image, run_in_container
-from tasks.rewards.sandbox import SandboxFailed
+from tasks.rewards.sandbox import SandboxFailed, check_image, run_in_container
 from tasks.rewards.trying import check_reward
 from tests.tasks.rewards.test_sandbox import HOSTILE, LIMITS, SAYS_WHERE, SCORES, still_there
 
@@ -123,7 +122,7 @@ def test_a_program_scores_by_its_tests(image: str, response: str, tests: object,
 @pytest.mark.full
 def test_a_container_whose_owner_was_killed_ends_by_itself(image: str):
     program = f"""
-from tasks.rewards.container import run_in_container
+from tasks.rewards.sandbox import run_in_container
 from tasks.rewards.sandbox import ProgramLimits
 run_in_container({image!r}, "import time; time.sleep(600)", ProgramLimits(seconds=5))
 """
