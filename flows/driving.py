@@ -40,9 +40,8 @@ from tasks.config.stored import (
 )
 from tasks.forking import check_followed
 from tasks.preflight import check_others
-from tasks.stages.context import RunContext
+from tasks.stages.context import RunContext, persistent
 from tasks.stages.names import WORKFLOW, Stage
-from tasks.stages.retrying import persistent
 
 logger = logging.getLogger(__name__)
 

@@ -20,11 +20,10 @@ from tasks.config.evaluation import EvaluationSettings
 from tasks.config.stored import StoredConfig, read_config
 from tasks.export.choice import Chosen, choose
 from tasks.rewards.judge import Judges
-from tasks.stages.context import Performer, RunContext, directly
+from tasks.stages.context import Performer, RunContext, directly, persistent
 from tasks.stages.evaluation import evaluation
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
-from tasks.stages.retrying import persistent
+from tasks.stages.scored import judges_of
 from tasks.stages.views import Prepared
 from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.fleet import Fleet

@@ -75,7 +75,7 @@ JUDGE = (
     Mutant(
         "judge-any-model",
         "another model that judges finds the answers of the one before",
-        "tasks/stages/judging.py",
+        "tasks/stages/scored.py",
         "return value_digest([{name: part.digest for name, part in parts.items()}, precision])",
         "return value_digest([sorted(parts), precision])",
         _ON_ENGINE,

@@ -48,7 +48,7 @@ QUANTIZED = (
     Mutant(
         "probe-of-fp8-by-the-limits-of-bf16",
         "a sync of a trainer with FP8 is measured by the limits of bf16, and refused",
-        "tasks/stages/probe.py",
+        "tasks/stages/weight_sync.py",
         '"fp8" if config.train.fp8 else config.train.precision',
         "config.train.precision",
         ("tests/tasks/stages/test_probe.py",),

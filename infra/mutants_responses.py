@@ -87,7 +87,7 @@ RESPONSES = (
     Mutant(
         "stored-tokens-are-others",
         "a response goes on from other tokens than were stored of it",
-        "tasks/stages/increments.py",
+        "tasks/stages/samples.py",
         "Begun(one.tokens, one.logprobs)",
         "Begun(one.tokens ^ 1, one.logprobs)",
         _STAGE,
@@ -159,7 +159,7 @@ RESPONSES = (
     Mutant(
         "increments-of-two-processes",
         "tokens that another process has stored too are counted twice",
-        "tasks/stages/increments.py",
+        "tasks/stages/samples.py",
         "                if one.first == len(begun[one.row].tokens):",
         "                if True:",
         _STAGE,

@@ -56,7 +56,7 @@ SITE = (
     Mutant(
         "outbox-fails-at-once",
         "what fails behind the stages is not stored again",
-        "tasks/stages/retrying.py",
+        "tasks/stages/context.py",
         "    context.outbox.repeat(partial(_stored_again, context.config.run.retries, say))\n",
         "",
         _OUTBOX,
@@ -64,7 +64,7 @@ SITE = (
     Mutant(
         "outbox-never-fails",
         "what fails behind the stages is stored again for ever",
-        "tasks/stages/retrying.py",
+        "tasks/stages/context.py",
         "attempts > retries or not isinstance",
         "not isinstance",
         _OUTBOX,

@@ -134,7 +134,7 @@ STAGES = (
     Mutant(
         "everything-is-tried-again",
         "a stage is tried again whatever it raised",
-        "tasks/stages/retrying.py",
+        "tasks/stages/context.py",
         "not isinstance(error, WorkerLost) or",
         "not isinstance(error, Exception) or",
         _RETRIED,
@@ -142,7 +142,7 @@ STAGES = (
     Mutant(
         "tried-again-before-it-is-stored",
         "a stage is done twice if a process is lost after its result was handed over",
-        "tasks/stages/retrying.py",
+        "tasks/stages/context.py",
         "        self.context.outbox.settle()  # a result",
         "        # a result",
         _RETRIED,
@@ -150,7 +150,7 @@ STAGES = (
     Mutant(
         "one-attempt-too-many",
         "a stage is tried again without a limit of its own",
-        "tasks/stages/retrying.py",
+        "tasks/stages/context.py",
         "self.failed >= retries",
         "self.failed > retries",
         _RETRIED,

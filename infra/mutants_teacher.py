@@ -67,7 +67,7 @@ TEACHER = (
     Mutant(
         "likeliest-tokens-of-other-samples",
         "the stored tokens of a sample are those of other places",
-        "tasks/stages/teaching.py",
+        "tasks/stages/training_set.py",
         ".offsets.to_numpy() * top.tokens.shape[1])",
         ".offsets.to_numpy())",
         _LOOP,
@@ -75,7 +75,7 @@ TEACHER = (
     Mutant(
         "teacher-scores-again",
         "the scores of a teacher that are stored already are not found",
-        "tasks/stages/teaching.py",
+        "tasks/stages/training_set.py",
         "if (part := find_piece(work.writer, piece)) is None:",
         "if (part := find_piece(work.writer, f'{piece}-')) is None:",
         _LOOP,
@@ -147,7 +147,7 @@ TEACHER = (
     Mutant(
         "scores-lost-by-a-kill",
         "a state that is trained on scores of an earlier process does not name them",
-        "tasks/stages/teaching.py",
+        "tasks/stages/training_set.py",
         "    return found, (part,)\n",
         '    return found, (part,) if "scores" in locals() else ()\n',
         _KILLED,

@@ -44,7 +44,7 @@ TRAINER = (
     Mutant(
         "trainer-of-other-samples",
         "the trainer's log-probabilities are stored under the names of other samples",
-        "tasks/stages/teaching.py",
+        "tasks/stages/training_set.py",
         "names.select(NAMES)",
         'names.select(NAMES).sort_by("sample_id")',
         ("tests/tasks/stages/test_train.py",),

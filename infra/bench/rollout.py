@@ -29,8 +29,8 @@ from tasks.data.generated import generate_model
 from tasks.engine.protocol import EngineSpec, Every, Sampling
 from tasks.engine.vllm import Runner
 from tasks.engine.vllm.engine import Engine
-from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
+from tasks.stages.samples import Growth
 from tasks.workers.cluster import Cluster
 from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet

@@ -16,7 +16,7 @@ from storage.errors import RatchetError
 from tasks.data.backends import Chat
 from tasks.data.tokenizer import TextCodec
 from tasks.engine.protocol import EngineProtocol, Sampling
-from tasks.rewards.answering import Unanswered
+from tasks.rewards.judge import Unanswered
 from tasks.rewards.sample import failed
 
 _WAIT_S = 0.05  # for which a call waits for answers, before new questions join

@@ -25,9 +25,8 @@ from tasks.environments.scores import Kept, play_metrics
 from tasks.rewards.pool import Response
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses, sources_of, useful_groups
-from tasks.stages.judging import judges_of
 from tasks.stages.prepared import Records, prompts, shares, text_codec
-from tasks.stages.scored import accepted, responses_of, scored_by, unchanged, with_scores
+from tasks.stages.scored import accepted, judges_of, responses_of, scored_by, unchanged, with_scores
 from tasks.stages.stage import Work
 from tasks.stages.views import Prepared, Rollouts
 

@@ -15,11 +15,10 @@ from tasks.rewards.passing import condition_of, passing
 from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses
 from tasks.stages.conversations import environment_source, played_once, tasks_of
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import Records, prompts, text_codec
 from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
-from tasks.stages.scored import accepted, metrics, responses_of, scored_by, with_scores
+from tasks.stages.scored import accepted, judges_of, metrics, responses_of, scored_by, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Evaluated, Prepared, Served

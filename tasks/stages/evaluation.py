@@ -33,11 +33,10 @@ from tasks.rewards.sample import Score
 from tasks.rewards.scoring import score_responses, sources_of
 from tasks.stages.context import Portion, RunContext
 from tasks.stages.conversations import environment_source, played_once, tasks_of
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import Records, prompts, text_codec
 from tasks.stages.samples import HELD_OUT_WORLD, sample_seed
-from tasks.stages.scored import responses_of, scored_by, unchanged, with_scores
+from tasks.stages.scored import judges_of, responses_of, scored_by, unchanged, with_scores
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import Attempt, StageOutput
 from tasks.stages.views import Evaluated, Performed, Prepared, Served

@@ -26,9 +26,8 @@ from storage.unfinished import find_piece, keep_piece, piece_key
 from tasks.engine.protocol import NOTHING, Begun, Sampling, TokenIds
 from tasks.stages.context import Portion
 from tasks.stages.draws import drawn
-from tasks.stages.increments import Growth, sample_batches
 from tasks.stages.names import Stage
-from tasks.stages.samples import reseeded, rollout_metrics, sample_seed, sample_table
+from tasks.stages.samples import Growth, reseeded, rollout_metrics, sample_batches, sample_seed, sample_table
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.views import IN_FLIGHT, Prepared, Rollouts, Served
 from tasks.workers.engines import EngineHandle

@@ -19,10 +19,9 @@ from tasks.config.identity import settings_digest
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.pool import Response
 from tasks.rewards.scoring import score_responses, sources_of
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
 from tasks.stages.prepared import Records, text_codec
-from tasks.stages.scored import accepted, responses_of, unchanged, with_scores
+from tasks.stages.scored import accepted, judges_of, responses_of, unchanged, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import Prepared, Rescored, Selected
 

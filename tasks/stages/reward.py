@@ -12,9 +12,8 @@ from tasks.config.evaluation import SCORED_BY, SOURCE
 from tasks.environments.scores import read_scores
 from tasks.rewards.scoring import Scores, equal_groups, score_responses
 from tasks.stages.draws import scorable, scored_before
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
-from tasks.stages.scored import REPLACED, accepted, metrics, scored_by, with_scores
+from tasks.stages.scored import REPLACED, accepted, judges_of, metrics, scored_by, with_scores
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, SCORES, Prepared, Rewards, Rollouts
 

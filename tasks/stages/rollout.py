@@ -28,10 +28,18 @@ from tasks.stages.context import Portion
 from tasks.stages.conversations import environment_source, play, tasks_of
 from tasks.stages.draws import Groups, Refill, drawn
 from tasks.stages.in_flight import Flight
-from tasks.stages.increments import Growth, sample_batches
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory, text_codec
-from tasks.stages.samples import WORLD, reseeded, rollout_metrics, sample_seed, sample_table, sampling
+from tasks.stages.samples import (
+    WORLD,
+    Growth,
+    reseeded,
+    rollout_metrics,
+    sample_batches,
+    sample_seed,
+    sample_table,
+    sampling,
+)
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served

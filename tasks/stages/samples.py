@@ -1,18 +1,22 @@
-"""Sampling settings of a rollout, the seeds of its samples, their table and its metrics."""
+"""Samples of a rollout: sampling settings, seeds, increments that are kept, their table and its metrics."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from storage.backends.root import Root
 from storage.schema import ROLLOUT
 from storage.turns import finish_reasons, sampled_lengths
-from tasks.engine.protocol import Sampling
+from storage.unfinished import Grown, IncrementRecord, find_increments, keep_increment, listed_increments
+from tasks.engine.protocol import Begun, Every, Increment, Sampling
 from tasks.stages.names import Stage
 from tasks.stages.prepared import text_codec
 from tasks.stages.stage import Work
 from tasks.stages.views import Prepared
+from tasks.workers.engines import EngineHandle
+from tasks.workers.sampling import Batch, Growing, sample
 
 WORLD, HELD_OUT_WORLD = -1, -2
 """Numbers of the samples that stand for the environment, which is the same for all samples of a prompt: of training,
@@ -81,3 +85,53 @@ def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:
         "truncated": float(truncated),
         **({"routes_bytes": float(routes)} if routes else {}),
     }
+
+
+class Growth:
+    """The increments of some pieces, by the place of a piece among them."""
+
+    def __init__(self, root: Root, pieces: Sequence[str]) -> None:
+        """Find what earlier processes have stored of the pieces with these keys."""
+        self._root, self.pieces = root, pieces
+        self._stored = find_increments(root, pieces)
+        self._next = [len(records) for records in self._stored]
+
+    def begun(self, place: int, before: Sequence[Begun]) -> list[Begun]:
+        """The beginnings of the responses of a piece, which were there `before` it."""
+        begun = list(before)
+        for record in self._stored[place]:
+            for one in record.grown():
+                if one.first == len(begun[one.row].tokens):  # else another process was ahead of its writer
+                    begun[one.row] = begun[one.row].grown(Begun(one.tokens, one.logprobs))
+        return begun
+
+    def keep(self, place: int, increments: Sequence[Increment]) -> None:
+        """Store increments of a piece, all of one weight version."""
+        self._next[place] = keep_increment(self._root, self.pieces[place], self._next[place], _record(increments))
+
+
+def sample_batches(
+    work: Work,
+    engines: Sequence[EngineHandle],
+    batches: Sequence[Batch],
+    how: Sampling,
+    ready: Callable[[int, pa.RecordBatch], None],
+    version: int,
+    growth: Growth | None,
+) -> None:
+    """`sample` as the run's configuration says, with increments that are kept as `growth`."""
+    every, ahead = work.config.rollout.increments, 2 * work.config.engine.max_num_seqs
+    growing = Growing(Every(every.tokens, every.seconds), growth.keep) if growth else None
+    sample(engines, batches, how, ready, ahead, lambda _: work.context.go_on(), version, growing)
+
+
+def keep_left(root: Root, engines: Sequence[EngineHandle]) -> None:
+    """Store what engines have sampled of pieces for which nobody waits any more: others go on from there."""
+    for engine in engines:
+        for piece, left in engine.drop().items():
+            keep_increment(root, piece, len(listed_increments(root, piece).get(piece, [])), _record(left))
+
+
+def _record(increments: Sequence[Increment]) -> IncrementRecord:
+    grown = [Grown(one.row, one.first, *one.grown) for one in increments]
+    return IncrementRecord.of(grown, increments[0].weight_version)

@@ -1,4 +1,4 @@
-"""Shared parts of the stages that score: the responses, the limit on failures, columns and metrics."""
+"""Shared parts of the stages that score: judges, responses, the limit on failures, columns and metrics."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,15 +9,23 @@ import numpy as np
 import pyarrow as pa
 
 from storage.digest import value_digest
-from storage.errors import StageFailed
+from storage.errors import InputError, StageFailed
+from storage.exchanges import RunExchanges
+from storage.manifest import Manifest
 from storage.parts import row_views
 from tasks.config.identity import meaning
 from tasks.config.reward import RewardSection
 from tasks.data.tokenizer import TextCodec
+from tasks.rewards.engine_judge import EngineJudge
+from tasks.rewards.judge import Judges
 from tasks.rewards.pool import Response
+from tasks.rewards.reward_model import RewardModel
 from tasks.rewards.sample import Score
-from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed
-from tasks.stages.prepared import Records
+from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed, is_valued
+from tasks.stages.context import RunContext
+from tasks.stages.prepared import Records, other_directory, other_parts
+from tasks.stages.views import Prepared
+from tasks.workers.engines import EngineHandle
 
 _COLUMNS = ("reward", "status", "detail", "reason", "components")
 REPLACED = "reward_source_replaced"
@@ -120,3 +128,34 @@ def _example(response: Response, score: Score | None) -> str:
     text = response.text if len(response.text) <= _EXCERPT else f"{response.text[:_EXCERPT]}..."
     detail = "" if score is None else f"{score.reason}: {score.detail}"
     return f"prompt {response.prompt_id!r}, response {text!r}: {detail}"
+
+
+def judges_of(context: RunContext, prepared: Prepared) -> Judges:
+    """Exchanges and engine of the judges of a run. The engine starts when it is first asked; what is kept asks none."""
+    kept, section = RunExchanges(context.root, context.run), context.config.engines
+    if section is None:
+        return Judges(kept)
+
+    def start() -> EngineHandle:
+        return context.workers.judge(other_directory(context, prepared, "judge"))
+
+    if is_valued(context.config.reward):
+        return Judges(kept, model=RewardModel(section.judge.max_model_len, lambda some: start().values(some)))
+    engine = EngineJudge(
+        model=_identity(prepared.manifest, section.judge.precision),
+        longest=section.judge.max_model_len,
+        questions=context.questions,
+        read=lambda: TextCodec.from_directory(other_directory(context, prepared, "judge"), left_out=None),
+        start=start,
+    )
+    return Judges(kept, engine)
+
+
+def _identity(prepared: Manifest, precision: str) -> str:
+    """Identity of what answers. Raises InputError: the run has stored no judge."""
+    if not (parts := other_parts(prepared, "judge")):
+        raise InputError(
+            f"iteration 0 of run {prepared.run!r} has stored no judge (engines.judge): start a new run, or give the "
+            "reward `judge` a url"
+        )
+    return value_digest([{name: part.digest for name, part in parts.items()}, precision])

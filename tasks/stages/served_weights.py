@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from tasks.engine.protocol import EngineIdentity
 from tasks.stages.context import RunContext, await_start
 from tasks.stages.held_state import ensure_state, local_copy, release, trainers
-from tasks.stages.increments import keep_left
 from tasks.stages.names import Stage
 from tasks.stages.prepared import model_directory
+from tasks.stages.samples import keep_left
 from tasks.stages.transaction import deliver
 from tasks.stages.views import Prepared, Served, Trained
 from tasks.workers.engines import EngineHandle

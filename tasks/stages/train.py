@@ -14,8 +14,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
 from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
-from tasks.stages.teaching import NAMES, Teach, by_token, taught
-from tasks.stages.training_set import TrainingSet, of_rollout, of_selection
+from tasks.stages.training_set import NAMES, Teach, TrainingSet, by_token, of_rollout, of_selection, taught
 from tasks.stages.views import TRAINER_TABLE, Prepared, Rescored, Rewards, Rollouts, Selected, Trained
 from tasks.workers.trainers import TrainerGroup
 from trainer_core.batches.reading import solved_examples

@@ -24,8 +24,8 @@ from tasks.engine.protocol import COMPLETIONS, Collected, EngineProtocol, Finish
 from tasks.rewards.engine_judge import EngineJudge, Questions
 from tasks.rewards.judge import Judges, Remembered, judged
 from tasks.rewards.scoring import notices
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
+from tasks.stages.scored import judges_of
 from tasks.stages.trial import try_reward
 from tasks.stages.views import Prepared
 from tasks.workers.cluster import Cluster

@@ -21,8 +21,8 @@ from tasks.engine.protocol import EngineSpec, ValuesProtocol
 from tasks.engine.vllm.classifier import pooling_arguments
 from tasks.rewards.reward_model import RewardModel, valued
 from tasks.rewards.scoring import notices
-from tasks.stages.judging import judges_of
 from tasks.stages.names import Stage
+from tasks.stages.scored import judges_of
 from tasks.stages.trial import try_reward
 from tasks.stages.views import Prepared
 from tasks.workers.engines import EngineHandle

@@ -13,8 +13,8 @@ from storage.parts import read_table
 from storage.schema import ROLLOUT
 from storage.unfinished import Grown, IncrementRecord, keep_increment
 from tasks.engine.protocol import NOTHING, Begun, Increment
-from tasks.stages.increments import Growth
 from tasks.stages.names import Stage
+from tasks.stages.samples import Growth
 from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere

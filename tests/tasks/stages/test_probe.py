@@ -7,7 +7,7 @@ from storage.backends.root import open_root
 from storage.errors import SyncMismatch
 from storage.manifest import find, need
 from tasks.stages.names import Stage
-from tasks.stages.probe import Difference, agree, limits
+from tasks.stages.weight_sync import Difference, agree, limits
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 from tests.small.here import WorkersHere

@@ -12,7 +12,7 @@ from storage.backends.root import Root, open_root
 from storage.manifest import find, need
 from storage.parts import PartWriter, read_table
 from storage.schema import ROLLOUT
-from tasks.stages import retrying
+from tasks.stages import context as retrying
 from tasks.stages.names import Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
