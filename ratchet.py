@@ -202,7 +202,7 @@ def retrain(
     given: dict[str, Any] = {**table, **({"select": _each(select)} if select else {})}
     with _with_extra():
         from flows.preflight import begin_on_samples
-        from tasks.retraining import retrain_config, start_of
+        from tasks.forking import retrain_config, start_of
 
         if start is not None:
             given["start"] = start_of(store, run, start)

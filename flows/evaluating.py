@@ -12,6 +12,7 @@ from flows.views.evaluations import EvaluationRecord, evaluations
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import need
+from storage.ownership.scratch import sweep
 from storage.revisions import Revisions, read_revisions
 from storage.write_behind import WriteBehind
 from tasks.checks import check_config, prepared_stage
@@ -29,7 +30,6 @@ from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.fleet import Fleet
 from tasks.workers.hosts import transit
 from tasks.workers.remaining import engines_on
-from tasks.workers.scratch import sweep
 
 
 def evaluate_weights(

@@ -8,7 +8,7 @@ from storage.upkeep.fork import Announce
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
 from tasks.config.stored import check_record
-from tasks.retraining import begin_retraining
+from tasks.forking import begin_retraining
 
 
 def begin_on_samples(

@@ -26,6 +26,7 @@ from storage.backends.root import Root, open_root
 from storage.digest import value_digest
 from storage.ids import check_run_name
 from storage.ownership.lease import Lease, check_free
+from storage.ownership.scratch import sweep
 from storage.write_behind import WriteBehind
 from tasks.checks import advice, prepared_stage, prompt_notes
 from tasks.config.credentials import check_root_url
@@ -36,10 +37,10 @@ from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
+from tasks.workers.folders import check_folders, kept_in_memory
 from tasks.workers.hosts import transit
 from tasks.workers.logs import heard
 from tasks.workers.remaining import release
-from tasks.workers.scratch import check_folders, kept_in_memory, sweep
 
 
 @functools.cache

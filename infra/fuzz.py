@@ -46,9 +46,9 @@ from storage.upkeep.retention import collect
 from storage.upkeep.verify import verify
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.run import RunConfig
+from tasks.forking import begin_retraining, retrain_config
 from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
-from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import IN_FLIGHT

@@ -23,7 +23,7 @@ from storage.schema import ROLLOUT
 from storage.unfinished import find_increments, read_piece
 from storage.upkeep.catalog import names
 from tasks.engine.protocol import Begun
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 
 
 class Asked(BaseModel, frozen=True):

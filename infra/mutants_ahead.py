@@ -133,7 +133,7 @@ AHEAD = (
     Mutant(
         "ahead-on-a-card-that-is-too-small",
         "a rank and engines that one card cannot hold begin to start side by side",
-        "tasks/workers/room.py",
+        "tasks/workers/placement.py",
         "if len(found) > 1 and sum(one.size for one in found) > card_bytes:",
         "if False:",
         ("tests/tasks/workers/test_room.py",),

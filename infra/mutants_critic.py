@@ -198,7 +198,7 @@ CRITIC = (
     Mutant(
         "no-room-for-a-critic",
         "the memory of a critic is not counted",
-        "tasks/workers/room.py",
+        "tasks/workers/placement.py",
         "(0 if config.train.critic is None else held.critic or held.model)",
         "0",
         ("tests/tasks/workers/test_room.py",),
@@ -206,7 +206,7 @@ CRITIC = (
     Mutant(
         "no-room-for-a-teacher",
         "the memory of a teacher is not counted",
-        "tasks/workers/room.py",
+        "tasks/workers/placement.py",
         "frozen = held.teacher + (",
         "frozen = (",
         ("tests/tasks/workers/test_room.py",),

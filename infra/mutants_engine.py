@@ -114,7 +114,7 @@ ENGINE = (
     Mutant(
         "calls-of-a-handle-are-lost",
         "a call of ranks or engines returns nothing and reaches nobody",
-        "tasks/workers/group.py",
+        "tasks/workers/interface.py",
         "                setattr(cls, name, _forwarded(method))\n",
         "                pass\n",
         ("tests/tasks/workers/test_group.py",),
@@ -122,7 +122,7 @@ ENGINE = (
     Mutant(
         "no-deadline-for-steps",
         "an engine that hangs is waited for as long as for a whole training",
-        "tasks/workers/engines.py",
+        "tasks/workers/interface.py",
         ".wait(self.deadlines.step_deadline_s)",
         ".wait(self.deadlines.call_deadline_s)",
         _DEALING,
@@ -234,7 +234,7 @@ ENGINE = (
     Mutant(
         "a-bucket-is-not-written",
         "of what is written by the table, what lies in one piece is left out",
-        "tasks/engine/vllm/copies.py",
+        "tasks/engine/vllm/loading.py",
         "            torch._foreach_copy_(self._into, list(pieces))",
         "            torch._foreach_copy_(self._into[:0], list(pieces)[:0])",
         _BY_TABLE,
@@ -242,7 +242,7 @@ ENGINE = (
     Mutant(
         "a-converted-tensor-is-not-written",
         "of what is written by the table, tensors of another type are left out",
-        "tasks/engine/vllm/copies.py",
+        "tasks/engine/vllm/loading.py",
         "        for tensor, place, into in self._others:\n",
         "        for tensor, place, into in self._others[:0]:\n",
         _COPIES,
@@ -250,7 +250,7 @@ ENGINE = (
     Mutant(
         "a-part-is-copied-from-the-first-word-on",
         "a worker that holds a part of a tensor copies what stands before it",
-        "tasks/engine/vllm/copies.py",
+        "tasks/engine/vllm/loading.py",
         "    begin = tensor.offset + place.start * into.element_size()\n",
         "    begin = tensor.offset\n",
         _COPIES,

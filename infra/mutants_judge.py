@@ -19,7 +19,7 @@ JUDGE = (
     Mutant(
         "judge-of-another-length",
         "a run goes on with a shorter context of its judge, so that other responses have no score",
-        "tasks/config/engines.py",
+        "tasks/config/model.py",
         "    max_model_len: int = ",
         "    max_model_len: Annotated[int, RUNTIME] = ",
         ("tests/tasks/rewards/test_engine_judge.py", "tests/flows/test_runtime_settings.py"),
@@ -163,7 +163,7 @@ JUDGE = (
     Mutant(
         "padding-ends-a-response",
         "transformers takes the stop token of a response for padding",
-        "tasks/data/classifiers.py",
+        "tasks/data/models.py",
         "None if padding in ends else padding",
         "padding",
         _VALUES,
@@ -171,7 +171,7 @@ JUDGE = (
     Mutant(
         "no-room-for-a-judge",
         "the engine that judges is to start on a card that its neighbours fill",
-        "tasks/workers/room.py",
+        "tasks/workers/placement.py",
         "if config.engines is not None and card in judge:",
         "if False:",
         ("tests/tasks/workers/test_room.py",),

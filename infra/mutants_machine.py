@@ -14,7 +14,7 @@ MACHINE = (
     Mutant(
         "home-not-looked-at",
         "a home folder that cannot be written is met after minutes",
-        "tasks/workers/scratch.py",
+        "tasks/workers/folders.py",
         "    if not os.access(home, os.W_OK | os.X_OK):\n",
         "    if False:\n",
         ("tests/tasks/test_checks.py",),

@@ -212,7 +212,7 @@ ORIGINS = (
     Mutant(
         "retrain-begins-on-nothing",
         "a run is made before it is known that its selection can be trained on",
-        "tasks/retraining.py",
+        "tasks/forking.py",
         "    selecting, _ = examine(config, root, Prepared(prepared), source, lambda _share: None)",
         '    selecting = type("Nothing", (), {"answered": {}})',
         _SOURCES,
@@ -220,7 +220,7 @@ ORIGINS = (
     Mutant(
         "rescore-reward-is-not-called",
         "a reward that scores nothing is found when the run is there, and Ray",
-        "tasks/retraining.py",
+        "tasks/forking.py",
         "        call_reward(config.reward, answered.read(), ",
         "        _ = (config.reward, answered.read(), ",
         _SOURCES,

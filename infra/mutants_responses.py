@@ -127,7 +127,7 @@ RESPONSES = (
     Mutant(
         "increment-told-twice",
         "an increment begins where the response begins",
-        "tasks/engine/vllm/responses.py",
+        "tasks/engine/vllm/steps.py",
         "first, self._told, self._since = self._told, len",
         "first, self._told, self._since = 0, len",
         _GOES_ON,

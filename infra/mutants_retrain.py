@@ -83,7 +83,7 @@ RETRAIN = (
     Mutant(
         "retrain-uncorrected",
         "stored samples count as drawn from the trainer's own policy",
-        "tasks/retraining.py",
+        "tasks/forking.py",
         '    return merged(document, {"train": {"policy": {"correction": {"type": "truncate"}}}})\n',
         "    return document\n",
         _LOOP,
@@ -91,7 +91,7 @@ RETRAIN = (
     Mutant(
         "retrain-moving-window",
         "--newer-than counts from each start, not from the first",
-        "tasks/retraining.py",
+        "tasks/forking.py",
         "(recorded or since).isoformat()",
         "since.isoformat()",
         _LOOP,

@@ -82,7 +82,7 @@ TASKS = (
     Mutant(
         "memory-of-another-run",
         "a run takes over what another run left in shared memory",
-        "tasks/workers/scratch.py",
+        "tasks/workers/folders.py",
         "if not any(_mark_of(one) == mark and",
         "if not any(_mark_of(one) is not None and",
         ("tests/tasks/workers/test_scratch.py",),

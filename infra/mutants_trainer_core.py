@@ -159,7 +159,7 @@ TRAINER_CORE = (
     Mutant(
         "first-gradient-since-the-flow-began",
         "the time to the first gradient of ranks that replace others begins with the flow's process",
-        "tasks/workers/group.py",
+        "tasks/workers/interface.py",
         "time.time() if replaces else",
         "time.time() if False else",
         ("tests/tasks/stages/test_train.py",),

@@ -42,8 +42,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import MODEL, other_parts, stored_codec
 from tasks.stages.views import Prepared
 from tasks.workers.peers import card_bytes, have_fp8
-from tasks.workers.placement import card_of_judge, placement, transport
-from tasks.workers.room import Parameters, check_room
+from tasks.workers.placement import Parameters, card_of_judge, check_room, placement, transport
 from trainer_core.config import Device, is_classifier
 from trainer_core.objectives.objective_config import check_sampling
 

@@ -12,7 +12,7 @@ from tasks.stages.names import Stage
 from tasks.stages.proof import differing
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.views import Prepared, Served
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 
 
 class CheckedEngine(BaseModel, frozen=True, extra="forbid"):

@@ -18,7 +18,7 @@ from flows.cli.app import app, execute
 from storage.backends.root import Root, open_root
 from storage.manifest import need
 from tasks.config.code_version import PROJECT_ROOT
-from tasks.retraining import begin_retraining, retrain_config
+from tasks.forking import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tests.small.config import small_config
 from tests.small.driving import driver

@@ -27,7 +27,7 @@ from tasks.config.code_version import PROJECT_ROOT, VERSION
 from tasks.config.document import load_config, written
 from tasks.config.environment import prepare_process, without_secrets
 from tasks.config.run import RunConfig
-from tasks.workers.scratch import check_folders
+from tasks.workers.folders import check_folders
 
 DEMO_CONFIG = PROJECT_ROOT / "infra" / "examples" / "demo.toml"
 

@@ -50,7 +50,7 @@ def retrain_command(
     """Train a new run on stored samples, or continue one. Start no engine and sample no prompt."""
     # imports the hub's library, which reads the environment then
     from flows.preflight import begin_on_samples
-    from tasks.retraining import retrain_config, since_of, start_of
+    from tasks.forking import retrain_config, since_of, start_of
 
     store = common.store
     check_run_name(run)

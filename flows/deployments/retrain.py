@@ -27,7 +27,7 @@ from storage.upkeep.fork import Announce
 from tasks.config.retrain import place_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by
-from tasks.retraining import retrain_config, since_of, start_of
+from tasks.forking import retrain_config, since_of, start_of
 
 
 def named() -> str:

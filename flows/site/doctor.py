@@ -29,7 +29,7 @@ from storage.errors import RatchetError
 from tasks.config.code_version import code_version
 from tasks.config.environment import HEARTBEAT_S, Settings
 from tasks.rewards.sandbox import check_sandbox
-from tasks.workers.scratch import check_folders
+from tasks.workers.folders import check_folders
 
 PORT = 4200  # port of the server of `ratchet up` unless it is told otherwise
 SETTLES = timedelta(minutes=5)

@@ -17,8 +17,8 @@ from tasks.data.sources import Prompts, check_prompts, text_codec
 from tasks.data.tokenizer import TextCodec
 from tasks.rewards.scoring import notices, scoring_processes
 from tasks.rewards.trying import blind, shown
-from tasks.workers.room import OPTIMIZER, WEIGHT, Parameters, engine_bytes, rank_bytes, trained
-from tasks.workers.scratch import check_folders
+from tasks.workers.folders import check_folders
+from tasks.workers.placement import OPTIMIZER, WEIGHT, Parameters, engine_bytes, rank_bytes, trained
 from trainer_core.config import Device
 
 _NAMED = 8

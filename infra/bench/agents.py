@@ -32,8 +32,8 @@ from tasks.environments.scores import play_metrics
 from tasks.stages.conversations import play
 from tasks.stages.names import Stage
 from tasks.workers.cluster import Cluster
-from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet
+from tasks.workers.interface import EngineHandle
 from trainer_core.config import Device
 
 _TOLD = 16  # tokens of a question, and of each result of a tool

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from infra.bench.cases import CASES, Case, CaseName, draw_samples
+from storage.ownership.scratch import scratch
 from tasks.data.generated import generate_model
-from tasks.workers.scratch import scratch
 from trainer_core.config import Device, MegatronConfig, MemoryConfig, OptimizerConfig, RankSpec, TrainerConfig
 from trainer_core.state.facts import StateIdentity
 

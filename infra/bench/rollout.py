@@ -32,8 +32,8 @@ from tasks.engine.vllm.engine import Engine
 from tasks.stages.names import Stage
 from tasks.stages.samples import Growth
 from tasks.workers.cluster import Cluster
-from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet
+from tasks.workers.interface import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 from trainer_core.config import Device
 

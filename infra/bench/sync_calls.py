@@ -3,9 +3,7 @@
 from typing import Protocol
 
 from infra.bench.sync_engine import StockTensors, SyncEngine
-from tasks.workers.engines import EngineHandle
-from tasks.workers.group import Pending
-from tasks.workers.trainers import TrainerGroup
+from tasks.workers.interface import EngineHandle, Pending, TrainerGroup
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import WeightPlan
 

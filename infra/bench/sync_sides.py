@@ -16,7 +16,7 @@ from infra.bench.sync_engine import StockTensors, SyncEngine
 from infra.bench.sync_start import start_sync_rank
 from storage.backends.root import open_root
 from storage.errors import SyncMismatch
-from storage.ownership.scratch import new_folder
+from storage.ownership.scratch import new_folder, scratch
 from tasks.config.document import parse_config
 from tasks.config.environment import engine_environment
 from tasks.config.run import RunConfig, TransportChoice
@@ -28,7 +28,6 @@ from tasks.workers.cluster import LOOPBACK, Cluster
 from tasks.workers.fleet import Fleet
 from tasks.workers.placement import transport
 from tasks.workers.ranks import RankActors, start_trainers
-from tasks.workers.scratch import scratch
 from trainer_core.config import Device, OptimizerConfig, PolicyConfig, TrainerConfig
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Bucket, WeightPlan

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 
 from infra.bench.cases import CASES, Case, CaseName, draw_samples, floating_point_operations
 from storage.errors import InputError
+from storage.ownership.scratch import scratch
 from tasks.data.generated import generate_model
-from tasks.workers.scratch import scratch
 from trainer_core.batches.sequences import Samples
 from trainer_core.config import Device, OptimizerConfig, PolicyConfig, RankSpec, TrainerConfig
 

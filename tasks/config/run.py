@@ -9,13 +9,11 @@ from pydantic import AfterValidator, Field, JsonValue, create_model, model_valid
 
 from storage.ids import check_run_name
 from tasks.config.data import DataSection
-from tasks.config.engines import EnginesSection
 from tasks.config.keys import NONE, decided
-from tasks.config.model import ModelSection
-from tasks.config.playing import EnvironmentSection
+from tasks.config.model import EnginesSection, ModelSection
 from tasks.config.report import ReportSection
 from tasks.config.retrain import RetrainSection
-from tasks.config.reward import RewardSection
+from tasks.config.reward import EnvironmentSection, RewardSection
 from tasks.config.rollout import RolloutSection
 from tasks.config.section import Section, unusable_numbers
 from trainer_core.config import Device, OptimizerConfig, Precision, TrainerConfig

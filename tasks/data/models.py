@@ -1,9 +1,10 @@
 """The model of a run: a folder on any fsspec filesystem, the hub's cache, or generated."""
 
+import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tasks.config.others import KEYS
 from tasks.data.generated import generate_model, model_config, shapes
 from tasks.data.hub import INDEX, TEXT_FILES, cached, fetch, hub_id, is_hub_id
 from tasks.data.values import json_object
+from trainer_core.config import CAUSAL, CLASSIFIER, is_classifier
 
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MODEL_KEY = "model.source"
@@ -195,3 +197,23 @@ def _absent(section: ModelSection, source: str, key: str) -> str:
         f"{key} {name}: {as_folder}the hub's cache ({constants.HF_HUB_CACHE}) has no model {model}. Give an existing "
         "Hugging Face directory, or set model.download = true to fetch it from the hub"
     )
+
+
+def folder_gives_values(directory: str) -> bool:
+    """True if the model in a directory is a classifier; False if it has no config.json."""
+    path = Path(directory, "config.json")
+    return path.is_file() and is_classifier(json.loads(path.read_text(encoding="utf-8")))
+
+
+def classifier_config(facts: Mapping[str, Any], ends: Container[object]) -> dict[str, Any]:
+    """config.json of the reward model over a model with these `facts`, whose responses may end with the tokens `ends`.
+    Its problem is a regression, or servers would put the value through a sigmoid. transformers reads the value behind
+    the last token that is not padding: a padding token that may end a response is therefore left out."""
+    padding = facts.get("pad_token_id")
+    family = str(facts["architectures"][0]).removesuffix(CAUSAL).removesuffix(CLASSIFIER)
+    own = {
+        "architectures": [family + CLASSIFIER],
+        "id2label": {"0": "reward"}, "label2id": {"reward": 0}, "problem_type": "regression",
+        "pad_token_id": None if padding in ends else padding,
+    }  # fmt: skip
+    return {**{key: value for key, value in facts.items() if key != "num_labels"}, **own}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from storage.unfinished import TurnEvent
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.data.tokenizer import TextCodec
 from tasks.endpoint.server import Endpoint, Rules, serving
 from tasks.endpoint.sessions import Branch, Session

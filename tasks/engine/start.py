@@ -4,7 +4,7 @@ import sys
 
 from storage.ownership.scratch import new_folder
 from tasks.config.environment import use_first_runner
-from tasks.data.classifiers import folder_gives_values
+from tasks.data.models import folder_gives_values
 from tasks.engine.own import OwnEngine
 from tasks.engine.protocol import EngineProtocol, EngineSpec, ValuesProtocol
 from trainer_core.user_code import UserFunction

@@ -3,7 +3,7 @@
 import functools
 
 from storage.errors import InputError
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.config.run import RunConfig
 from tasks.environments.hosting import Host
 

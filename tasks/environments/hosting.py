@@ -15,7 +15,7 @@ import psutil
 
 from storage.errors import InputError
 from tasks.config.environment import scoring_environment, without_secrets
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.environments.host import LARGEST, PACKET
 from tasks.environments.playing import find_environment
 from tasks.rewards.resolve import values_of, variables_of

@@ -9,7 +9,7 @@ from subprocess import PIPE, Popen
 from typing import Any, Self
 
 from storage.errors import InputError, WorkerLost
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.data.values import is_encodable
 from tasks.engine.start import PARSER
 from tasks.environments.calls import TAGS, Parts, Reader, by_tags

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from storage.errors import InputError, WorkerLost
 from tasks.engine.protocol import Collected, EngineProtocol, Finished, Sampling, TokenIds
 from tasks.environments.trajectory import Answer
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tasks.workers.sampling import check_version
 
 _WAIT_S = 0.05  # seconds of one call, and so the longest time for which a new request waits for a step

@@ -26,8 +26,8 @@ from tasks.config.credentials import shown_text
 from tasks.config.evaluation import PASS
 from tasks.config.run import RunConfig
 from tasks.config.stored import stored_config
-from tasks.data.classifiers import classifier_config
 from tasks.data.hub import INDEX, hub_id, is_hub_id, is_weights
+from tasks.data.models import classifier_config
 from tasks.engine.protocol import BASE, weights_digest
 from tasks.export.choice import Chosen
 from tasks.export.settings import ExportSettings

@@ -21,8 +21,7 @@ from tasks.rewards.engine_judge import Questions
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
 from tasks.workers.folders import Folders
-from tasks.workers.group import GroupHandle
-from tasks.workers.interface import Workers
+from tasks.workers.interface import GroupHandle, Workers
 
 _WORTH_A_LINE_S = 2.0
 

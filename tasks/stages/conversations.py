@@ -27,7 +27,7 @@ from tasks.environments.trajectory import columns_of
 from tasks.stages.context import RunContext
 from tasks.stages.prepared import Records, model_directory, text_codec
 from tasks.stages.views import Prepared
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from trainer_core.user_code import source_digest
 
 _LOOK_S = 0.2

@@ -40,7 +40,7 @@ from tasks.stages.scored import judges_of, responses_of, scored_by, unchanged, w
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import Attempt, StageOutput
 from tasks.stages.views import Evaluated, Performed, Prepared, Served
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 
 _LETTERS = str.maketrans("0123456789abcdef", "ghijklmnopabcdef")
 _NAME = 16

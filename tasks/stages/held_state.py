@@ -19,7 +19,7 @@ from tasks.stages.prepared import model_directory, other_directory, other_parts
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.training_set import recorded
 from tasks.stages.views import IDENTITY, Prepared, Trained
-from tasks.workers.trainers import TrainerGroup
+from tasks.workers.interface import TrainerGroup
 from trainer_core.config import TrainerConfig
 from trainer_core.protocol import LoadedState, SavedFiles
 from trainer_core.state.facts import needed_for_weights

@@ -30,7 +30,7 @@ from tasks.stages.names import Stage
 from tasks.stages.samples import Growth, reseeded, rollout_metrics, sample_batches, sample_seed, sample_table
 from tasks.stages.stage import StageOutput, Work
 from tasks.stages.views import IN_FLIGHT, Prepared, Rollouts, Served
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tasks.workers.sampling import Batch
 
 

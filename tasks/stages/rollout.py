@@ -43,7 +43,7 @@ from tasks.stages.samples import (
 from tasks.stages.served_weights import ensure_served
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.views import ENVIRONMENT, PLAYED, SCORES, Prepared, Rollouts, Served
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tasks.workers.sampling import Batch
 
 _SAMPLED = ["response_tokens", "logprobs", "turns", "routes"]

@@ -15,7 +15,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import text_codec
 from tasks.stages.stage import Work
 from tasks.stages.views import Prepared
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample
 
 WORLD, HELD_OUT_WORLD = -1, -2

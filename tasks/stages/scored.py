@@ -25,7 +25,7 @@ from tasks.rewards.scoring import EXAMPLES, Scores, failures_allowed, is_valued
 from tasks.stages.context import RunContext
 from tasks.stages.prepared import Records, other_directory, other_parts
 from tasks.stages.views import Prepared
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 
 _COLUMNS = ("reward", "status", "detail", "reason", "components")
 REPLACED = "reward_source_replaced"

@@ -10,7 +10,7 @@ from tasks.stages.prepared import model_directory
 from tasks.stages.samples import keep_left
 from tasks.stages.transaction import deliver
 from tasks.stages.views import Prepared, Served, Trained
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 
 
 def engines_of(context: RunContext, prepared: Prepared) -> list[EngineHandle]:

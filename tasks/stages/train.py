@@ -16,7 +16,7 @@ from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.training_set import NAMES, Teach, TrainingSet, by_token, of_rollout, of_selection, taught
 from tasks.stages.views import TRAINER_TABLE, Prepared, Rescored, Rewards, Rollouts, Selected, Trained
-from tasks.workers.trainers import TrainerGroup
+from tasks.workers.interface import TrainerGroup
 from trainer_core.batches.reading import solved_examples
 
 

@@ -20,7 +20,7 @@ from tasks.stages.names import Stage
 from tasks.stages.prepared import other_directory
 from tasks.stages.stage import Work
 from tasks.stages.views import Rescored, Rewards, Rollouts, Selected, Trained, View
-from tasks.workers.trainers import TrainerGroup
+from tasks.workers.interface import TrainerGroup
 from trainer_core.batches.reading import read_samples, read_selected
 from trainer_core.batches.sequences import Samples, TopTokens, Vector
 

@@ -14,15 +14,13 @@ from typing import Any
 from storage import layout
 from storage.errors import RatchetError, SyncMismatch, WorkerLost
 from storage.kill_points import Point
+from storage.ownership.scratch import scratch
 from tasks.engine.protocol import BASE, Arrived, EngineIdentity, weights_digest
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tasks.stages.proof import agreed_plan, proven
-from tasks.workers.engines import EngineHandle
-from tasks.workers.group import Pending
+from tasks.workers.interface import EngineHandle, Pending, TrainerGroup
 from tasks.workers.placement import transport
-from tasks.workers.scratch import scratch
-from tasks.workers.trainers import TrainerGroup
 from trainer_core.collector import paused
 from trainer_core.protocol import Planned, Sent, TrainerProtocol
 from trainer_core.weights.channel import Channel, Transport, fail

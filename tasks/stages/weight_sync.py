@@ -21,8 +21,7 @@ from tasks.stages.served_weights import engines_of
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.transaction import at_once, deliver
 from tasks.stages.views import Prepared, Served, Trained
-from tasks.workers.engines import EngineHandle
-from tasks.workers.trainers import TrainerGroup
+from tasks.workers.interface import EngineHandle, TrainerGroup
 
 Logprobs = Sequence[np.ndarray]  # of each sequence float32 nats of its tokens 1, 2, ...
 

@@ -22,9 +22,9 @@ from tasks.engine.protocol import EngineSpec
 from tasks.engine.start import import_engine, start_engine
 from tasks.workers.actors import find_groups, fresh_names, living, placed
 from tasks.workers.cluster import Cluster
-from tasks.workers.engines import EngineHandle, inside
 from tasks.workers.folders import Folders
 from tasks.workers.hosts import HostFolders, Seats, reserve, reserve_all, this_node
+from tasks.workers.interface import EngineHandle, TrainerGroup, inside
 from tasks.workers.placement import (
     Placement,
     bundles,
@@ -38,7 +38,6 @@ from tasks.workers.placement import (
 from tasks.workers.ranks import RankActors, rank_labels, start_trainers
 from tasks.workers.remaining import release
 from tasks.workers.standby import Place, Standby
-from tasks.workers.trainers import TrainerGroup
 from trainer_core.config import Device, Precision, TrainerConfig
 from trainer_core.start import import_trainer
 

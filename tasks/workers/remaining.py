@@ -3,8 +3,8 @@
 from tasks.config.run import RunConfig
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, label_of, short_name
 from tasks.workers.cluster import Cluster
-from tasks.workers.engines import EngineHandle
 from tasks.workers.hosts import give_up
+from tasks.workers.interface import EngineHandle
 from tasks.workers.meeting import forget
 from tasks.workers.standby import waiting_label
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from storage.errors import SyncMismatch, WorkerLost
 from tasks.engine.protocol import COMPLETIONS, NOTHING, Begun, Collected, Every, Increment, Sampling, TokenIds
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 
 logger = logging.getLogger(__name__)
 

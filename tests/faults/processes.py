@@ -17,9 +17,8 @@ from typing import Any
 
 from storage.errors import RatchetError, WorkerLost
 from tasks.config.run import RunConfig
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle, TrainerGroup
 from tasks.workers.placement import Placement
-from tasks.workers.trainers import TrainerGroup
 from tests.small.here import PLACEMENT
 from tests.small.kinds import engine_of, trainer_of
 from trainer_core.config import TrainerConfig

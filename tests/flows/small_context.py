@@ -12,9 +12,9 @@ from typing import Any
 
 from flows.subflows import Subflows
 from storage import errors
+from storage.ownership.scratch import scratch
 from storage.write_behind import WriteBehind
 from tasks.stages.context import RunContext
-from tasks.workers.scratch import scratch
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallEngine, SmallTrainer
 

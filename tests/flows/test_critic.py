@@ -18,7 +18,7 @@ from storage.upkeep.redoing import Wanted
 from storage.upkeep.verify import verify
 from tasks.checks import check_config, prepared_stage
 from tasks.config.stored import check_fixed, forked_config
-from tasks.retraining import begin_retraining, retrain_config
+from tasks.forking import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
 from tests.small.config import small_config

@@ -21,7 +21,7 @@ from storage.upkeep.verify import verify
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
 from tasks.config.stored import forked_config
-from tasks.retraining import begin_retraining, retrain_config
+from tasks.forking import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
 from tests.small.config import ITERATIONS, small_config

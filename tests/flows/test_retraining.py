@@ -18,9 +18,9 @@ from storage.parts import read_parts, read_table
 from storage.schema import REWARD, ROLLOUT, SELECTION
 from storage.upkeep.lineage import of_sample, of_weights
 from storage.upkeep.verify import Problem, verify
+from tasks.forking import begin_retraining, retrain_config, since_of, start_of
 from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
-from tasks.retraining import begin_retraining, retrain_config, since_of, start_of
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import Selected, Trained
 from tests.small.config import small_config

@@ -20,10 +20,10 @@ from storage.parts import read_parts, read_table
 from storage.schema import REWARD, SELECTION
 from storage.selection import read_prompts, read_sources
 from storage.upkeep.removal import forget, remove
-from tasks.config.engines import EnginesSection, JudgeEngine
+from tasks.config.model import EnginesSection, JudgeEngine
+from tasks.forking import begin_retraining, retrain_config
 from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
-from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.select import check_routes, examine
 from tasks.stages.selecting import Ranges

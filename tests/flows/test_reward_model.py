@@ -9,7 +9,7 @@ from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
 from storage.upkeep.verify import verify
-from tasks.retraining import begin_retraining, retrain_config
+from tasks.forking import begin_retraining, retrain_config
 from tasks.stages.names import Stage
 from tasks.stages.views import Trained
 from tests.small.config import small_config

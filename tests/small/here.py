@@ -11,9 +11,8 @@ from storage.errors import WorkerLost
 from tasks.config.run import RunConfig
 from tasks.config.stored import ConfigRecord
 from tasks.stages.context import RunContext
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle, TrainerGroup
 from tasks.workers.placement import Placement
-from tasks.workers.trainers import TrainerGroup
 from tests.small.workers import SmallEngine, SmallTrainer
 
 _THREADS = ThreadPoolExecutor(256)  # more than calls are ever under way; a run makes hundreds, most of them short

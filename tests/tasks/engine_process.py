@@ -182,13 +182,14 @@ class InPlaceEngine(FaultyEngine):
         """Let the table write other values, until `mend_table`: see `_faulty`."""
         from tasks.engine.vllm import loading
 
-        vars(loading)["PlannedCopies"] = _faulty_copies(loading.PlannedCopies, fault, names)
+        self._copies = loading.PlannedCopies
+        vars(loading)["PlannedCopies"] = _faulty_copies(self._copies, fault, names)
 
     def mend_table(self) -> None:
         """Undo `break_table`."""
-        from tasks.engine.vllm import copies, loading
+        from tasks.engine.vllm import loading
 
-        vars(loading)["PlannedCopies"] = copies.PlannedCopies
+        vars(loading)["PlannedCopies"] = self._copies
 
     def replace(self, name: str) -> None:
         """Give a parameter other storage, between two updates."""
@@ -311,8 +312,8 @@ class Copies:
         """
         import torch
 
-        from tasks.engine.vllm.copies import PlannedCopies
         from tasks.engine.vllm.landing import Place, part_of
+        from tasks.engine.vllm.loading import PlannedCopies
         from tasks.engine.vllm.survey import Survey
         from tests.tasks.engine_update import plan_of
         from trainer_core.weights.packing import tensors_of, views

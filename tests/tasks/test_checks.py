@@ -13,7 +13,7 @@ from tasks.config.document import load_config
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import generate_model
 from tasks.model_checks.fitness import check_fit
-from tasks.workers.scratch import check_folders
+from tasks.workers.folders import check_folders
 
 BASE = """
 [model.generate]

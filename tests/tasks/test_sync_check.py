@@ -9,7 +9,7 @@ from storage.backends.root import open_root
 from tasks.config.run import WorkersSection
 from tasks.config.stored import record_config
 from tasks.sync_check import check_sync
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tests.small.config import small_config
 from tests.small.here import GroupHere, WorkersHere, context_here
 from tests.small.workers import LAYERS, SmallEngine, layers_of

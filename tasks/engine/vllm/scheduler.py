@@ -28,7 +28,6 @@ from vllm.v1.request import Request, RequestStatus
 from tasks.data.backends import read_backend, token_bytes
 from tasks.engine.ends import END, Ends
 from tasks.engine.vllm import BEGUN, STOP_TEXTS
-from tasks.engine.vllm.responses import Response
 from tasks.engine.vllm.rows import (
     COMPUTED,
     DUE,
@@ -44,7 +43,7 @@ from tasks.engine.vllm.rows import (
     Planned,
     Rows,
 )
-from tasks.engine.vllm.steps import Samples, Step
+from tasks.engine.vllm.steps import Response, Samples, Step
 
 _SILENT_S = 0.05  # between two messages: each costs this process and its client more than a small step
 _AHEAD = 64  # tokens for which a row's blocks of the cache are reserved at once

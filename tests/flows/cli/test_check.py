@@ -10,7 +10,7 @@ from flows.views.checked import needs_of, notes_of, of_kind, of_kinds
 from storage.backends.root import open_root
 from tasks.config.document import load_config, parse_config
 from tasks.data.sources import check_prompts, text_codec
-from tasks.workers.room import Parameters
+from tasks.workers.placement import Parameters
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 from tests.tasks.data.chat_model import TEMPLATE, chat_model

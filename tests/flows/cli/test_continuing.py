@@ -19,9 +19,9 @@ from storage.layout import removal_key
 from storage.upkeep.catalog import Removal
 from tasks.config.document import parse_config
 from tasks.config.stored import read_config, stored_config
+from tasks.forking import begin_retraining, retrain_config
 from tasks.importing.rows import ImportOrder
 from tasks.importing.samples import import_samples
-from tasks.retraining import begin_retraining, retrain_config
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 

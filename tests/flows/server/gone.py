@@ -15,9 +15,9 @@ from flows import run
 from flows.cli import launch
 from flows.subflows import Subflows
 from flows.views.output import Output
+from storage.ownership.scratch import scratch
 from storage.write_behind import WriteBehind
 from tasks.stages.context import RunContext
-from tasks.workers.scratch import scratch
 from tests.small.config import small_config
 from tests.small.here import WorkersHere
 from tests.small.workers import SmallTrainer

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.environments.hosting import EnvironmentFailed, Host, host_processes
 
 FILE = Path(__file__).parent / "sums.py"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.environments.hosting import Host
 from tasks.environments.playing import load_environment
 from tests.tasks.environments.test_tools import call, conversation

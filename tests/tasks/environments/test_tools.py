@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.environments.calls import by_tags
 from tasks.environments.conversation import Limits, Player, Task
 from tasks.environments.hosting import Host

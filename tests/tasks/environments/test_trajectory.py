@@ -18,7 +18,7 @@ from tasks.environments.hosting import EnvironmentFailed
 from tasks.environments.rendering import Renderer
 from tasks.environments.sampler import EngineSampler
 from tasks.environments.trajectory import Answer, Trajectory, columns_of
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tests.small.here import GroupHere
 from tests.small.workers import SmallEngine
 from tests.tasks.data.chat_model import END, TEMPLATE, chat_model

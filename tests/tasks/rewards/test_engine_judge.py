@@ -29,8 +29,8 @@ from tasks.stages.scored import judges_of
 from tasks.stages.trial import try_reward
 from tasks.stages.views import Prepared
 from tasks.workers.cluster import Cluster
-from tasks.workers.engines import EngineHandle
 from tasks.workers.fleet import Fleet
+from tasks.workers.interface import EngineHandle
 from tasks.workers.placement import bundles, card_of_judge
 from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, driver

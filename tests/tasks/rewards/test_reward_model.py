@@ -15,8 +15,7 @@ from storage.schema import EVALUATION, REWARD, ROLLOUT
 from storage.upkeep.verify import verify
 from tasks.checks import check_config
 from tasks.config.model import GeneratedModel, ModelSection
-from tasks.data.classifiers import classifier_config, folder_gives_values
-from tasks.data.models import fill_model_directory
+from tasks.data.models import classifier_config, fill_model_directory, folder_gives_values
 from tasks.engine.protocol import EngineSpec, ValuesProtocol
 from tasks.engine.vllm.classifier import pooling_arguments
 from tasks.rewards.reward_model import RewardModel, valued
@@ -25,7 +24,7 @@ from tasks.stages.names import Stage
 from tasks.stages.scored import judges_of
 from tasks.stages.trial import try_reward
 from tasks.stages.views import Prepared
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tests.small.config import small_config
 from tests.small.driving import RUN, driver
 from tests.small.here import GroupHere, WorkersHere, context_here

@@ -31,8 +31,8 @@ from tasks.config.evaluation import EvaluationSettings
 from tasks.config.stored import check_record, stored_config
 from tasks.environments.hosting import host_processes
 from tasks.environments.scores import read_scores
+from tasks.forking import begin_retraining, retrain_config
 from tasks.preflight import check_continued
-from tasks.retraining import begin_retraining, retrain_config
 from tasks.stages.conversations import Events
 from tasks.stages.evaluation import evaluation
 from tasks.stages.names import Stage

@@ -1,5 +1,6 @@
 """A stage is tried again when a process was lost, as often as the run allows, and for no other reason."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from tests.small.workers import SmallEngine, SmallTrainer
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses before further attempts, none of which is made."""
     made: list[float] = []
-    monkeypatch.setattr(retrying, "time", SimpleNamespace(sleep=made.append))
+    monkeypatch.setattr(retrying, "time", SimpleNamespace(sleep=made.append, monotonic=time.monotonic))
     return made
 
 

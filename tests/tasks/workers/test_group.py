@@ -6,9 +6,7 @@ import pytest
 
 from tasks.config.run import WorkersSection
 from tasks.engine.protocol import EngineProtocol
-from tasks.workers.engines import EngineHandle
-from tasks.workers.group import GroupHandle
-from tasks.workers.trainers import TrainerGroup
+from tasks.workers.interface import EngineHandle, GroupHandle, TrainerGroup
 from tests.small.here import GroupHere
 from trainer_core.protocol import TrainerProtocol
 

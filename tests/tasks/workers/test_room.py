@@ -7,8 +7,7 @@ import pytest
 from storage.errors import InputError
 from tasks.checks import check_content
 from tasks.workers import peers
-from tasks.workers.placement import Placement
-from tasks.workers.room import Parameters, check_room
+from tasks.workers.placement import Parameters, Placement, check_room
 from tests.small.config import small_config
 
 GIB = 1 << 30

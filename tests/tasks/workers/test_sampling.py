@@ -11,7 +11,7 @@ import pytest
 from storage.errors import InputError, SyncMismatch, WorkerLost
 from tasks.config.run import WorkersSection
 from tasks.engine.protocol import COMPLETIONS, Collected, Every, Sampling
-from tasks.workers.engines import EngineHandle
+from tasks.workers.interface import EngineHandle
 from tasks.workers.sampling import Batch, Growing, sample, spread
 from tests.small.here import GroupHere
 from tests.small.workers import SmallEngine

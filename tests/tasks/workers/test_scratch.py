@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.workers.scratch import kept_in_memory, scratch, sweep
+from storage.ownership.scratch import scratch, sweep
+from tasks.workers.folders import kept_in_memory
 
 LEAVE_MARKED = """
 import sys
-from tasks.workers.scratch import kept_in_memory
+from tasks.workers.folders import kept_in_memory
 with kept_in_memory(sys.argv[1]) as folder:
     (folder / "state").write_text(sys.argv[1])
     print(folder, flush=True)
