@@ -14,6 +14,11 @@ def told(error: RatchetError) -> str:
     return str(error) if error.beside is None else f"{error}\n{error.beside}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).partition("\n")[0]
+
+
 class InputError(RatchetError):
     """The user's input cannot work. Raised before expensive work where possible."""
 

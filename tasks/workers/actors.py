@@ -14,7 +14,7 @@ import ray.exceptions
 import ray.util
 from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 
-from storage.errors import OutOfMemory, RatchetError, WorkerLost
+from storage.errors import OutOfMemory, RatchetError, WorkerLost, first_line
 from tasks.workers.cluster import NAMESPACE
 from tasks.workers.stalls import Watch, current_stage, within
 from trainer_core.progress import listen
@@ -181,7 +181,8 @@ class WorkerGroup:
         in_step = ended == len(references)
         if not in_step or any(isinstance(failure, WorkerLost) for failure in failures.values()):
             self.end(_outlived(failures, [places[reference] for reference in results]))
-        raise _worst([failures[member] for member in sorted(failures)])
+        # a death explains the errors of those that waited for the dead one
+        raise min((failures[one] for one in sorted(failures)), key=lambda failure: not isinstance(failure, WorkerDied))
 
     def _late(self, member: int, what: str, deadline_s: float) -> WorkerLost:
         setting = _DEADLINES.get(what, "call_deadline_s")
@@ -325,9 +326,9 @@ def _ready(pending: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
 
 def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return OutOfMemory(f"{label} was ended during {what}, because its host has no memory: {_first_line(error)}")
+        return OutOfMemory(f"{label} was ended during {what}, because its host has no memory: {first_line(error)}")
     if not isinstance(error, ray.exceptions.RayTaskError):
-        return WorkerDied(f"{label} died during {what} ({_first_line(error)}); the next attempt starts a new one")
+        return WorkerDied(f"{label} died during {what} ({first_line(error)}); the next attempt starts a new one")
     cause = error.cause
     if isinstance(cause, RatchetError):
         return type(cause)(f"{label}: {cause}")
@@ -343,12 +344,3 @@ def lacks_memory(cause: BaseException) -> bool:
         return cause.errno == errno.ENOMEM
     named = {kind.__name__ for kind in type(cause).__mro__}
     return bool(_MEMORY & named) or ("AcceleratorError" in named and vars(cause).get("error_code") == _CUDA_MEMORY)
-
-
-def _worst(failures: Iterable[RatchetError]) -> RatchetError:
-    """A death, which explains the errors of those that waited for the dead one; else the first error."""
-    return min(failures, key=lambda failure: not isinstance(failure, WorkerDied))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

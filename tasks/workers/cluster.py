@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -20,7 +19,7 @@ import ray
 import ray._private.services as ray_services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
-from storage.errors import InputError, RatchetError, WorkerLost
+from storage.errors import InputError, RatchetError, WorkerLost, first_line
 from storage.ownership.scratch import socket_folder
 from tasks.config.environment import Settings, chooses_ray_authentication, ensure_ray_token, without_ray_token
 from tasks.workers.logs import silence_terminal
@@ -42,11 +41,11 @@ _ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.arg
 """Program that connects to a cluster without a token; it ends with 0 if that was accepted."""
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster", None]):
     """Ray for one flow process. Starts on first use; as a context manager it is shut down at the end."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings  # the environment as it was when the process began
         self._started = False
         self._roots: list[psutil.Process] = []
         self._vital: dict[str, psutil.Process] = {}
@@ -54,23 +53,13 @@ class Cluster:
         self._looked = -math.inf  # time of the last look and answer, on the steady clock
         self._folder = ExitStack()
 
-    def __enter__(self) -> "Cluster":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    @property
-    def settings(self) -> Settings:
-        """The environment as it was when the process began."""
-        return self._settings
 
     @property
     def local(self) -> bool:
         """True if this Ray is our own and ends with this process."""
-        return self._settings.local
+        return self.settings.local
 
     @property
     def node(self) -> int | None:
@@ -86,10 +75,10 @@ class Cluster:
             return
         if ray.is_initialized():
             raise RatchetError("this process is already connected to another Ray; call ray.shutdown() first")
-        if self._settings.ray_address is None:
+        if self.settings.ray_address is None:
             self._start_local()
         else:
-            _attach(self._settings.ray_address)
+            _attach(self.settings.ray_address)
         silence_terminal()
         self._started = True
 
@@ -190,7 +179,7 @@ def _attach(address: str) -> None:
     try:
         _within(_ATTACH_DEADLINE_S, attach, late)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(f"cannot attach to the Ray cluster at {address} ({_first_line(error)}): {repair}") from error
+        raise InputError(f"cannot attach to the Ray cluster at {address} ({first_line(error)}): {repair}") from error
 
 
 def _refuse_unless_opted_out(address: str) -> None:
@@ -237,11 +226,7 @@ def keep_loopback() -> None:
             f"Ray {ray.__version__} has no ray._private.services.resolve_ip_for_localhost, so it cannot be kept on the "
             "loopback interface; install the Ray release that pyproject.toml pins"
         )
-    ray_services.resolve_ip_for_localhost = _unchanged
-
-
-def _unchanged(host: str) -> str:
-    return host
+    ray_services.resolve_ip_for_localhost = lambda host: host
 
 
 def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> T:
@@ -298,7 +283,3 @@ def _end(processes: Iterable[psutil.Process]) -> None:
             except psutil.NoSuchProcess:
                 continue
         _, lingering = psutil.wait_procs(lingering, timeout=_END_DEADLINE_S)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

@@ -1,13 +1,12 @@
-"""The processes that compute for a run: trainer ranks and engines, started when first needed and then kept warm.
-
-Under our own Ray they live as long as the flow process. On a cluster (RAY_ADDRESS) they are detached and named
-after the run, so that the next flow process finds them; what they hold is used only when its identity is committed.
-"""
+"""The processes that compute for a run: trainer ranks and engines, started when first needed and then kept warm. Under
+our own Ray they live as long as the flow process. On a cluster (RAY_ADDRESS) they are detached and named after the run,
+so that the next flow process finds them; what they hold is used only when its identity is committed."""
 
 import itertools
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from storage.digest import value_digest
 from storage.errors import InputError, RatchetError, WorkerLost
 from storage.ownership.scratch import new_folder
 from tasks.config.environment import engine_environment, trainer_environment
+from tasks.config.model import JudgeEngine
 from tasks.config.run import EngineSection, RunConfig
 from tasks.engine.own import find_engine
 from tasks.engine.protocol import EngineSpec
@@ -47,12 +47,10 @@ _VLLM = EngineSection()  # names no engine of the user's own
 logger = logging.getLogger(__name__)
 
 
-class Fleet:
-    """Trainer ranks and engines of one run.
-
-    As a context manager it leaves Ray at the end. Processes under our own Ray end with it. Detached ones end if the
-    block did what it was to do, since then nothing needs them; otherwise they stay for the next start.
-    """
+class Fleet(AbstractContextManager["Fleet", None]):
+    """Trainer ranks and engines of one run. As a context manager it leaves Ray at the end. Processes under our own Ray
+    end with it. Detached ones end if the block did what it was to do, since then nothing needs them; otherwise they
+    stay for the next start."""
 
     def __init__(self, run: str, config: RunConfig, cluster: Cluster) -> None:
         self._run = run
@@ -68,9 +66,6 @@ class Fleet:
         self._seats: dict[str, Seats] = {}  # on a cluster, by role
         self.folders: Folders = Folders() if cluster.local else HostFolders()
 
-    def __enter__(self) -> "Fleet":
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -82,11 +77,8 @@ class Fleet:
 
     @property
     def device(self) -> Device:
-        """The device of trainer and engines.
-
-        Raises:
-            InputError: the configuration requests CUDA but no card is visible.
-        """
+        """The device of trainer and engines. Raises InputError: the configuration requests CUDA but no card is
+        visible."""
         return self._cluster.settings.device(self._config.device.kind)
 
     def placement(self) -> Placement:
@@ -111,21 +103,16 @@ class Fleet:
     def engines(self, model_dir: Path) -> list[EngineHandle]:
         """As `Workers.engines`. Raises besides InputError as `device`, or because RAY_ADDRESS does not answer."""
         with self._starting:
-            return self._started_engines(model_dir)
-
-    def _started_engines(self, model_dir: Path) -> list[EngineHandle]:
-        self._connect()
-        spec = self.engine_spec(model_dir)
-        kept = {place: engine for place, engine in enumerate(self._engines) if engine.alive()}
-        if len(kept) < self._config.engine.count:
-            self._reserve("engines")
-        own = self._config.engine
-        self._engines = [
-            kept[place] if place in kept else self._engine(f"engine-{place}", spec, own) for place in range(own.count)
-        ]
-        if all(engine.awaited for engine in self._engines):
-            self._stand_by(self._places_of_engines())
-        return list(self._engines)
+            self._connect()
+            spec, own = self.engine_spec(model_dir), self._config.engine
+            kept = {place: engine for place, engine in enumerate(self._engines) if engine.alive()}
+            if len(kept) < own.count:
+                self._reserve("engines")
+            places = range(own.count)
+            self._engines = [kept.get(place) or self._engine(f"engine-{place}", spec, own) for place in places]
+            if all(engine.awaited for engine in self._engines):
+                self._stand_by(self._places_of_engines())
+            return list(self._engines)
 
     def judge(self, model_dir: Path) -> EngineHandle:
         """As `Workers.judge`. Raises besides InputError as `engines`."""
@@ -174,12 +161,8 @@ class Fleet:
         try:
             release(self._run, self._cluster)
         except RatchetError as failure:
-            logger.warning(
-                "the processes of run %s stay on the cluster: %s. `ratchet stop %s` ends them",
-                self._run,
-                failure,
-                self._run,
-            )
+            text = "the processes of run %s stay on the cluster: %s. `ratchet stop %s` ends them"
+            logger.warning(text, self._run, failure, self._run)
 
     def _reserve(self, role: str) -> None:
         """Have Ray keep room for the processes of a role, `trainers`, `engines` or `judge`, on a cluster. Raises
@@ -256,33 +239,31 @@ class Fleet:
 
     def engine_spec(self, model_dir: Path) -> EngineSpec:
         """Arguments that the engines are started with; raises as `device`."""
-        section, fast = self._config.engine, self._fast
-        sharing = engines_on_a_card(section, self._cards) if self.device == "cuda" else 1
-        return EngineSpec.model_validate(
-            {
-                "model_dir": str(model_dir),
-                "dtype": _DTYPES[section.precision],
+        section = self._config.engine
+        # not visible to the host of a cluster: there engines share the cards of the ranks
+        cards = len(self._cluster.settings.gpus) if self._cluster.local else self._config.train.parallel.world_size
+        sharing = engines_on_a_card(section, cards) if self.device == "cuda" else 1
+        spec = self._spec(model_dir, section)
+        return spec.model_copy(
+            update={
                 "quantization": section.quantization,
-                "max_model_len": section.max_model_len,
-                "max_num_seqs": section.max_num_seqs,
-                "kv_cache_bytes": None if section.kv_cache_mib is None else section.kv_cache_mib << 20,
-                "device": self.device,
                 "gpu_memory_utilization": section.gpu_memory_utilization / sharing,
-                "enforce_eager": not (fast and section.cuda_graphs),
-                "async_scheduling": fast and section.async_scheduling,
-                "together": not fast and self._config.environment is None,  # a turn waits for its tool, not for others
+                "together": spec.together and self._config.environment is None,  # a turn waits for its tool alone
                 "tensor": section.tensor,
                 "sleeps": self.device == "cuda" and section.sleep,
                 "routes": self._config.train.experts.replay,
                 "adapter": self._config.train.lora if section.adapter == "live" else None,
-                "own_core": fast if section.own_process is None else section.own_process,
+                "own_core": spec.own_core if section.own_process is None else section.own_process,
             }
         )
 
     def judge_spec(self, model_dir: Path) -> EngineSpec:
         """The same of the engine that judges."""
         assert self._config.engines is not None
-        section, fast = self._config.engines.judge, self._fast
+        return self._spec(model_dir, self._config.engines.judge)
+
+    def _spec(self, model_dir: Path, section: EngineSection | JudgeEngine) -> EngineSpec:
+        fast, shared = not engines_repeat(self._config, self._cluster.settings), self._config.engine
         return EngineSpec(
             model_dir=str(model_dir),
             dtype=_DTYPES[section.precision],
@@ -291,21 +272,11 @@ class Fleet:
             kv_cache_bytes=None if section.kv_cache_mib is None else section.kv_cache_mib << 20,
             device=self.device,
             gpu_memory_utilization=section.gpu_memory_utilization,
-            enforce_eager=not (fast and self._config.engine.cuda_graphs),
-            async_scheduling=fast and self._config.engine.async_scheduling,
+            enforce_eager=not (fast and shared.cuda_graphs),
+            async_scheduling=fast and shared.async_scheduling,
             together=not fast,
             own_core=fast,
         )
-
-    @property
-    def _fast(self) -> bool:
-        return not engines_repeat(self._config, self._cluster.settings)
-
-    @property
-    def _cards(self) -> int:
-        """Cards that engines may share: those that are visible, or on a cluster those of the ranks."""
-        settings = self._cluster.settings
-        return len(settings.gpus) if settings.local else self._config.train.parallel.world_size
 
     def _engine(self, name: str, spec: EngineSpec, own: EngineSection) -> EngineHandle:
         """An engine under a name of the run: one that an earlier flow process has left, or a new one; of the user's

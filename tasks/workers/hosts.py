@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from storage import layout
 from storage.backends.root import Root, open_root
-from storage.errors import InputError, RatchetError, StorageUnavailable, WorkerLost
+from storage.errors import InputError, RatchetError, StorageUnavailable, WorkerLost, first_line
 from storage.manifest import Manifest, Part
 from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
@@ -89,7 +89,9 @@ def reserve(run: str, role: str, bundles: Bundles, again: bool = False) -> Seats
             placed = placement_group_table(group)["bundles_to_node_id"]
             nodes = tuple(placed[place] for place in range(len(bundles)))
             try:
-                _check_hosts(sorted(set(nodes)))
+                hosts, before = sorted(set(nodes)), host_facts()
+                found, after = on_each(hosts, host_facts), host_facts()
+                check_alike([(_address(node), there) for node, there in zip(hosts, found, strict=True)], before, after)
                 return Seats(group, nodes)
             except WorkerLost as loss:  # of a host that Ray has not given up yet
                 silent = loss
@@ -238,8 +240,7 @@ class HostFacts(NamedTuple):
 
     code: str
     python: str
-    clock: float
-    """Seconds since the epoch."""
+    clock: float  # seconds since the epoch
     libraries: Mapping[str, str] = MappingProxyType({})
     """Versions of the installed libraries that compute, and of the driver of cards."""
 
@@ -292,13 +293,6 @@ def _version(facts: HostFacts, name: str) -> str:
     return f"{name} {facts.libraries[name]}" if name in facts.libraries else f"no {name}"
 
 
-def _check_hosts(nodes: Sequence[str]) -> None:
-    """Raises InputError: hosts are unlike; WorkerLost: one does not answer."""
-    before = host_facts()
-    found, after = on_each(nodes, host_facts), host_facts()
-    check_alike([(_address(node), there) for node, there in zip(nodes, found, strict=True)], before, after)
-
-
 def _kept(name: str, bundles: Bundles) -> PlacementGroup | None:
     """Group that an earlier process of the run has reserved under that name; any other of the name is given back."""
     try:
@@ -341,8 +335,7 @@ def _answer(reference: Any, node: str, end: float) -> Any:
     except RayTaskError as error:
         raise _named(error.cause, _address(node)) from error
     except (RayError, GetTimeoutError) as error:
-        first = str(error).partition("\n")[0]
-        raise WorkerLost(f"host {_address(node)} does not answer ({first})") from error
+        raise WorkerLost(f"host {_address(node)} does not answer ({first_line(error)})") from error
 
 
 def _named(cause: BaseException, host: str) -> RatchetError:

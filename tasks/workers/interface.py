@@ -141,8 +141,7 @@ class EngineHandle(GroupHandle, EngineProtocol, forwards=EngineProtocol):
 
 def inside(process: int, place: int, tensor: int) -> Iterator[tuple[str, int]]:
     """Process ids of what the engine at that place has started: its scheduler `core-PLACE`, if that is apart, and the
-    workers of a `tensor` above 1, `worker-NUMBER`, counted over all engines.
-    """
+    workers of a `tensor` above 1, `worker-NUMBER`, counted over all engines."""
     try:
         titles = {one.pid: " ".join(one.cmdline()) for one in psutil.Process(process).children(recursive=True)}
     except psutil.Error:  # it has just ended

@@ -1,8 +1,6 @@
-"""The meeting of the processes of a group on a Ray cluster: torch's store of a process group, kept by Ray.
-
-Nothing of it listens, and who has no token of the cluster can neither read nor write it. Groups are few and small: Ray
-keeps some hundred short values of each until the group ends.
-"""
+"""The meeting of the processes of a group on a Ray cluster: torch's store of a process group, kept by Ray. Nothing of
+it listens, and who has no token of the cluster can neither read nor write it. Groups are few and small: Ray keeps some
+hundred short values of each until the group ends."""
 
 from collections.abc import Iterator
 from datetime import timedelta

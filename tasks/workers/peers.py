@@ -1,8 +1,7 @@
-"""True if cards of this host can read each other's memory, as the driver says. Imports neither torch nor CUDA's
-libraries before it is asked."""
+"""Cards of this host, as CUDA's driver says. Imports neither torch nor CUDA's libraries before it is asked."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,28 +11,18 @@ _WITH_FP8 = (8, 9)  # Ada; Hopper is 9.0
 
 
 @lru_cache
-def can_read(pairs: tuple[tuple[int, int], ...]) -> bool | None:
+def can_read(pairs: tuple[tuple[int, int], ...], driver: Any = None) -> bool | None:
     """True if in each pair the first card can read the memory of the second; None if there is no driver to ask. A card
-    is named by its place among those that this process sees."""
-    return _of_driver(asked, pairs)
-
-
-def asked(driver: Any, pairs: Sequence[tuple[int, int]]) -> bool | None:
-    """Answer of `driver`, CUDA's driver as a C library, to `can_read`. It takes no memory on a card."""
-    if driver.cuInit(0):
+    is named by its place among those that this process sees. Asking takes no memory on a card."""
+    if (driver := _begun(driver)) is None:
         return None
     return all(_can(driver.cuDeviceCanAccessPeer, *(_device(driver, card) for card in pair)) for pair in pairs)
 
 
 @lru_cache
-def card_bytes(cards: int) -> int | None:
+def card_bytes(cards: int, driver: Any = None) -> int | None:
     """Memory of the smallest of the first `cards` visible cards; None if there is no driver to ask."""
-    return _of_driver(least, cards)
-
-
-def least(driver: Any, cards: int) -> int | None:
-    """Answer of `driver` to `card_bytes`."""
-    if driver.cuInit(0):
+    if (driver := _begun(driver)) is None:
         return None
     sizes = [ctypes.c_size_t(0) for _ in range(cards)]
     failed = [driver.cuDeviceTotalMem_v2(ctypes.byref(size), _device(driver, card)) for card, size in enumerate(sizes)]
@@ -41,23 +30,20 @@ def least(driver: Any, cards: int) -> int | None:
 
 
 @lru_cache
-def have_fp8(cards: int) -> bool | None:
+def have_fp8(cards: int, driver: Any = None) -> bool | None:
     """True if each of the first `cards` visible cards has FP8 units; None if there is no driver to ask."""
-    return _of_driver(all_have_fp8, cards)
-
-
-def all_have_fp8(driver: Any, cards: int) -> bool | None:
-    """Answer of `driver` to `have_fp8`."""
-    if driver.cuInit(0):
+    if (driver := _begun(driver)) is None:
         return None
     return all(_capability(driver, _device(driver, card)) >= _WITH_FP8 for card in range(cards))
 
 
-def _of_driver[Cards, Answer](ask: Callable[[Any, Cards], Answer | None], cards: Cards) -> Answer | None:
+def _begun(driver: Any) -> Any:
+    """CUDA's driver as a C library: the given one, or that of this host; None if it does not begin."""
     try:
-        return ask(ctypes.CDLL(_DRIVER), cards)
+        driver = driver or ctypes.CDLL(_DRIVER)
     except OSError:
         return None
+    return None if driver.cuInit(0) else driver
 
 
 def _capability(driver: Any, device: ctypes.c_int) -> tuple[int, ...]:

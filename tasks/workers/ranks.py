@@ -84,12 +84,7 @@ def start_trainers(
     return group
 
 
-def _on_its_host(
-    start: Callable[[str, TrainerConfig, RankSpec], TrainerProtocol],
-    model_dir: str,
-    config: TrainerConfig,
-    rank: RankSpec,
-) -> TrainerProtocol:
+def _on_its_host(start: Start, model_dir: str, config: TrainerConfig, rank: RankSpec) -> TrainerProtocol:
     """Start a rank where others may be on other hosts."""
     use_interface_of(ray.util.get_node_ip_address())
     meeting.enable()

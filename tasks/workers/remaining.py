@@ -24,11 +24,7 @@ def release(run: str, cluster: Cluster) -> int:
 
 def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, EngineHandle]:
     """The engines that a run has on a cluster now, by name: `engine-0`. None is started or ended, also if it does not
-    answer.
-
-    Raises:
-        InputError, WorkerLost: the cluster does not answer.
-    """
+    answer. Raises InputError, WorkerLost: the cluster does not answer."""
     cluster.check_alive()
     cluster.start()
     found: dict[str, EngineHandle] = {}

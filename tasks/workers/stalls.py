@@ -1,9 +1,6 @@
 """A call that makes no progress says so itself, from a thread of its process: where it has been for most of a minute,
-and for which stage.
-
-The line goes the way of all lines of a process, to the one that drives the run. A process that is frozen says nothing;
-those that wait for it say that they wait.
-"""
+and for which stage. The line goes the way of all lines of a process, to the one that drives the run. A process that is
+frozen says nothing; those that wait for it say that they wait."""
 
 import socket
 import sys

@@ -21,8 +21,7 @@ class Place:
     """A place of a rank or an engine. Processes that wait for equal ones can take each other's."""
 
     role: Role
-    imports: Callable[..., object]
-    """Does the imports of the role, with `arguments`."""
+    imports: Callable[..., object]  # does the imports of the role, with `arguments`
     arguments: tuple[Any, ...]
     environment: tuple[tuple[str, str], ...]
     """Variables of its process, with the cards that it sees."""

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from tasks.config.environment import Settings
-from tasks.workers.peers import all_have_fp8, asked, can_read
+from tasks.workers.peers import can_read, have_fp8
 from tasks.workers.placement import placement
 from tests.small.config import small_config
 
@@ -45,7 +45,7 @@ class Driver:
     ],
 )
 def test_every_pair_must_be_able_to(driver, pairs, expected):
-    assert asked(driver, pairs) is expected
+    assert can_read(pairs, driver) is expected
 
 
 class Capable(Driver):
@@ -72,7 +72,7 @@ class Capable(Driver):
     ],
 )
 def test_every_card_must_have_fp8_units(driver, cards, expected):
-    assert all_have_fp8(driver, cards) is expected
+    assert have_fp8(cards, driver) is expected
 
 
 def test_without_a_driver_nothing_is_known(monkeypatch):

@@ -122,7 +122,7 @@ class Driver:
 
 @pytest.mark.parametrize(("cards", "expected"), [(1, 1 << 20), (2, 1 << 20), (3, None)])
 def test_the_smallest_card_counts(cards, expected):
-    assert peers.least(Driver(), cards) == expected
+    assert peers.card_bytes(cards, Driver()) == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
