@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -97,31 +97,21 @@ class EngineJudge:
 
     def answer(self, request: str, attempt: int) -> str:
         body = json.loads(request)
-        prompt = self._prompt(body["messages"])
+        with self.questions.reading:
+            prompt = self._codec.encode(self._codec.render(Chat(body["messages"]), answering=True))
         if len(prompt) >= self.longest:
             detail = f"the question has {len(prompt)} tokens, and engines.judge.max_model_len is {self.longest}"
             raise Unanswered(failed("exception", f"{detail}: raise it in a new run, or shorten the rubric"), final=True)
-        how = Sampling(
-            temperature=body["temperature"], max_tokens=body["max_tokens"], stop_token_ids=self._codec.stop_tokens
-        )
+        settings, stop = {name: body[name] for name in ("temperature", "max_tokens")}, self._codec.stop_tokens
+        how = Sampling(**settings, stop_token_ids=stop)
         seed = int(value_digest([self.name, body, attempt]), 16) % _SEEDS
         row = self.questions.ask(self.start, prompt, seed, how)
-        return json.dumps(_completion(self._text(row), row, len(prompt)))
+        with self.questions.reading:
+            (text,) = self._codec.decode_batch([row["response_tokens"][0].as_py()])
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": row["finish_reason"][0].as_py()}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(row["logprobs"][0])}
+        return json.dumps({"choices": [choice], "usage": usage})  # as an OpenAI-compatible address
 
     @cached_property
     def _codec(self) -> TextCodec:
         return self.read()
-
-    def _prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        with self.questions.reading:
-            return self._codec.encode(self._codec.render(Chat(messages), answering=True))
-
-    def _text(self, row: pa.RecordBatch) -> str:
-        with self.questions.reading:
-            return self._codec.decode_batch([row["response_tokens"][0].as_py()])[0]
-
-
-def _completion(text: str, row: pa.RecordBatch, asked: int) -> dict[str, Any]:
-    """An answer in the form of an OpenAI-compatible address."""
-    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": row["finish_reason"][0].as_py()}
-    return {"choices": [choice], "usage": {"prompt_tokens": asked, "completion_tokens": len(row["logprobs"][0])}}

@@ -60,41 +60,38 @@ class Respondent(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class Address:
     """An OpenAI-compatible address."""
 
+    name: str
+    seconds: float
+    client: httpx.Client
     exact = False
-
-    def __init__(self, url: str, seconds: float, client: httpx.Client) -> None:
-        self.name, self._seconds, self._client = url, seconds, client
 
     @classmethod
     @contextmanager
     def opened(cls, url: str, api_key: str, seconds: float) -> Iterator["Address"]:
-        bearer = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        with httpx.Client(base_url=f"{url.rstrip('/')}/", timeout=seconds, headers=bearer) as client:
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        with httpx.Client(base_url=f"{url.rstrip('/')}/", timeout=seconds, headers=headers) as client:
             yield cls(url, seconds, client)
 
     def answer(self, request: str, attempt: int) -> str:
         try:
-            found = self._client.post("chat/completions", content=request, headers={"content-type": "application/json"})
+            found = self.client.post("chat/completions", content=request)
             found.raise_for_status()
         except httpx.TimeoutException:
-            raise Unanswered(failed("timeout", f"the judge did not answer within {self._seconds:g} s")) from None
+            raise Unanswered(failed("timeout", f"the judge did not answer within {self.seconds:g} s")) from None
         except httpx.HTTPStatusError as error:
-            code = error.response.status_code
+            code, asked = error.response.status_code, error.response.headers.get("retry-after", "")
             detail = f"the judge answered with status {code}: {shown(error.response.text)}"
+            after_s = min(float(asked), LONGEST_WAIT_S) if asked.replace(".", "", 1).isdecimal() else 0.0
             final = code < 500 and code not in _TRANSIENT
-            raise Unanswered(failed("exception", detail), _asks_to_wait(error.response), final) from None
+            raise Unanswered(failed("exception", detail), after_s, final) from None
         except httpx.HTTPError as error:
             detail = f"the judge cannot be reached: {type(error).__name__}: {error}"
             raise Unanswered(failed("exception", detail)) from None
         return found.text
-
-
-def _asks_to_wait(answer: httpx.Response) -> float:
-    given = answer.headers.get("retry-after", "")
-    return min(float(given), LONGEST_WAIT_S) if given.replace(".", "", 1).isdecimal() else 0.0
 
 
 class Remembered(dict[str, Exchange]):
@@ -177,13 +174,9 @@ class Judge(Frozen):
         """The body of a request. Raises KeyError: the rubric names a field that the record lacks."""
         given = {**record, "response": response}
         text = _FIELD.sub(lambda found: _text(given[found[1]]), self.rubric)
-        messages = [{"role": "user", "content": text}]
-        return {
-            **({} if self.url is None else {"model": self.model}),
-            "messages": messages,
-            "temperature": self.temperature,
-            "max_tokens": self.max_tokens,
-        }
+        own = {} if self.url is None else {"model": self.model}
+        how = {"temperature": self.temperature, "max_tokens": self.max_tokens}
+        return {**own, "messages": [{"role": "user", "content": text}], **how}
 
     def read(self, body: str) -> float:
         """The score in an answer. Raises ValueError: it is no answer, or has no score."""

@@ -1,8 +1,6 @@
-"""Scoring in processes of their own, with a deadline for each sample.
-
-A signal alarm does not work outside the main thread, and a function that hangs, exits or crashes in our own process
-would take the run down. Processes are started for a stage and end with it: none holds an older version of a file.
-"""
+"""Scoring in processes of their own, with a deadline for each sample. A signal alarm does not work outside the main
+thread, and a function that hangs, exits or crashes in our own process would take the run down. Processes are started
+for a stage and end with it: none holds an older version of a file."""
 
 import json
 import os
@@ -137,8 +135,7 @@ class Worker:
         self._process = subprocess.Popen(
             _COMMAND, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True, env=environment
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin, self._process.stdout
         try:
             self._send(f"{json.dumps(self._order.document())}\n")

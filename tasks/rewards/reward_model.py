@@ -40,22 +40,15 @@ def valued(sequences: Sequence[NDArray[np.int32]], model: RewardModel | None) ->
             "the reward `reward_model` has no engine in this run: start a new run with the folder of a reward model as "
             "engines.judge.source"
         )
-    fitting = [one for one in sequences if len(one) <= model.longest]
-    found = iter(_values(fitting, model))
-    return [_score(next(found)) if len(one) <= model.longest else _too_long(one, model.longest) for one in sequences]
+    fitting = itertools.batched((one for one in sequences if len(one) <= model.longest), _TOGETHER)
+    values = itertools.chain.from_iterable(model.values(list(some)).tolist() for some in fitting)
+    return [_score(len(one), model.longest, values) for one in sequences]
 
 
-def _values(sequences: Sequence[NDArray[np.int32]], model: RewardModel) -> Iterator[float]:
-    for some in itertools.batched(sequences, _TOGETHER):
-        yield from model.values(list(some)).tolist()
-
-
-def _score(value: float) -> Score:
-    if not math.isfinite(value):
+def _score(tokens: int, longest: int, values: Iterator[float]) -> Score:
+    if tokens > longest:
+        fact = f"prompt and response have {tokens} tokens, and engines.judge.max_model_len is {longest}"
+        return failed("exception", f"{fact}: raise it in a new run")
+    if not math.isfinite(value := next(values)):
         return failed("non_finite", f"the reward model gives {value}")
     return Score(value, "ok")
-
-
-def _too_long(sequence: NDArray[np.int32], longest: int) -> Score:
-    fact = f"prompt and response have {len(sequence)} tokens, and engines.judge.max_model_len is {longest}"
-    return failed("exception", f"{fact}: raise it in a new run")

@@ -135,18 +135,16 @@ def _scored(
     judges: Judges,
 ) -> Scored:
     order = order_of(section, part)
-    version = order.target.version
-    if order.target.traits.values:
-        return Scored([*valued([one.whole for one in responses], judges.model)], f"version {version}")
-    if order.target.traits.asks:
+    version, traits = f"version {order.target.version}", order.target.traits
+    if traits.values:
+        return Scored([*valued([one.whole for one in responses], judges.model)], version)
+    if traits.asks:
         asked = [(one.record, one.text) for one in responses]
-        found = judged(values_of(order.arguments), asked, judges, allowed, without_secrets)
-        return Scored(found, f"version {version}")
+        return Scored(judged(values_of(order.arguments), asked, judges, allowed, without_secrets), version)
     if section.processes or order.target.traits.needs_process:
         scored = score_in_processes(order, responses, max(section.processes, 1), allowed)
-    else:
-        scored = Scored(_scored_here(order, responses), "")
-    return scored if version is None else replace(scored, source=f"version {version}")
+        return scored if order.target.version is None else replace(scored, source=version)
+    return Scored(_scored_here(order, responses), version)
 
 
 def _scored_here(order: ScoringOrder, responses: Sequence[Response]) -> list[Score | None]:

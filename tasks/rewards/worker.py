@@ -1,8 +1,6 @@
 """A scoring process: forks the process in which the function runs, keeps its deadline, and leaves no process behind.
-
-Started by `tasks.rewards.pool`, which writes one line for each response or batch and reads one for each. The first line
-is the order. It ends, and everything that the function started with it, when its standard input does.
-"""
+`tasks.rewards.pool` writes one line for each response or batch and reads one for each. The first line is the order. It
+ends, and everything that the function started with it, when its standard input does."""
 
 import ctypes
 import json
@@ -112,12 +110,10 @@ class Scorer:
 
 
 class Keeper:
-    """Answers one line after another, by one scorer after another.
-
-    The first calls of a scorer import libraries and load models. Until one has given a score, each has as long beyond
-    its deadline as the import may take; half of it after each time that this was not enough, so that a function that
-    hangs whenever it is called does not hold up the run, but not less than twice of what was enough once.
-    """
+    """Answers one line after another, by one scorer after another. The first calls of a scorer import libraries and
+    load models. Until one has given a score, each has as long beyond its deadline as the import may take; half of it
+    after each time that this was not enough, so that a function that hangs whenever it is called does not hold up the
+    run, but not less than twice of what was enough once."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._order, self._scorer, self._source = order, None, None
