@@ -131,7 +131,7 @@ class BaseEngine(EngineProtocol, ABC):
         return self.logprobs(sequences) if len(sequences) else []
 
     def survey_model(self) -> None:
-        """See `EngineProtocol.survey_model`: there are no frozen weights."""
+        """Nothing to look at: there are no frozen weights."""
 
     def prepare_update(
         self, plan: str, digest: str, channel: Channel, first_receiver: int, in_flight: InFlight = "abort"
@@ -220,10 +220,8 @@ class BaseEngine(EngineProtocol, ABC):
         live = {name: tuple(tensor.shape) for name, tensor in self.parameters().items()}
         for name in sorted(planned.keys() | live.keys()):
             if planned.get(name) != live.get(name):
-                raise SyncMismatch(
-                    f"the weight update sends {name} with the shape {planned.get(name)}, and the engine has it with "
-                    f"{live.get(name)} (None: not at all): correct `parameters` of the engine"
-                )
+                fact = f"the weight update sends {name} with the shape {planned.get(name)}, and the engine has it with"
+                raise SyncMismatch(f"{fact} {live.get(name)} (None: not at all): correct `parameters` of the engine")
 
     def _written(self, bucket: int, arena: "torch.Tensor", live: "Mapping[str, torch.Tensor]") -> dict[str, str]:
         """Copy a bucket to the live parameters; the digests of what arrived, by name. Raises SyncMismatch: a parameter

@@ -2,8 +2,7 @@
 
 A stop text is looked for in the bytes of a response's tokens, by the automaton of Aho and Corasick (1975). As every
 token's bytes are known, so is the state to which it leads from each state: a step of any number of responses is one
-look into a table.
-"""
+look into a table."""
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -18,9 +17,7 @@ class Ends:
     """Tables for sets of stop tokens and texts, one below the other."""
 
     def __init__(self, vocabulary: int, token_bytes: Callable[[], Sequence[bytes]]) -> None:
-        """Args:
-        token_bytes: by id; called when there is a stop text. Tokens beyond them add nothing to a text.
-        """
+        """`token_bytes`, by id, are asked for when there is a stop text. Tokens beyond them add nothing to a text."""
         self._vocabulary, self._token_bytes = vocabulary, token_bytes
         self._first: dict[tuple[frozenset[int], frozenset[str]], int] = {}
         self.table = np.zeros((0, vocabulary), dtype=np.int32)
@@ -31,7 +28,8 @@ class Ends:
         key = frozenset(tokens), frozenset(texts)
         if key not in self._first:
             self._first[key] = len(self.table)
-            lines = text_table(texts, self._token_bytes(), self._vocabulary) if texts else self._line()
+            empty = np.zeros((1, self._vocabulary), dtype=np.int32)
+            lines = text_table(texts, self._token_bytes(), self._vocabulary) if texts else empty
             lines[lines != END] += len(self.table)
             lines[:, [token for token in key[0] if token < self._vocabulary]] = END
             self.table = np.concatenate([self.table, lines])
@@ -48,14 +46,10 @@ class Ends:
         if len(self._first) > _KEPT:
             self._first, self.table = {}, self.table[:0]
 
-    def _line(self) -> NDArray[np.int32]:
-        return np.zeros((1, self._vocabulary), dtype=np.int32)
-
 
 def text_table(texts: Sequence[str], tokens: Sequence[bytes], vocabulary: int) -> NDArray[np.int32]:
     """The state after each token for each state but the last, (states, V); `END` where a text is complete. In the first
-    state nothing of a text was seen.
-    """
+    state nothing of a text was seen."""
     states = _states([text.encode() for text in texts])
     sizes = np.zeros(vocabulary, dtype=np.int64)
     sizes[: len(tokens)] = [len(token) for token in tokens[:vocabulary]]
@@ -70,8 +64,7 @@ def text_table(texts: Sequence[str], tokens: Sequence[bytes], vocabulary: int) -
 
 def _states(texts: Collection[bytes]) -> NDArray[np.int32]:
     """The state after each byte for each state, (states, 256): states are the beginnings of texts, the last one is that
-    a text is complete, which it remains.
-    """
+    a text is complete, which it remains."""
     begun = sorted({text[:size] for text in texts for size in range(len(text))}, key=len)
     number = {beginning: state for state, beginning in enumerate(begun)}
     found = np.zeros((len(begun) + 1, 256), dtype=np.int32)

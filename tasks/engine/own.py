@@ -1,7 +1,5 @@
-"""An engine of the user's own: loaded by name, compared with the protocol, and every answer of it checked.
-
-As a program it reads the `engine` table from standard input, and writes the refusal, if there is one, to standard
-output."""
+"""An engine of the user's own: loaded by name, compared with the protocol, and every answer of it checked. As a program
+it reads the `engine` table from standard input, and writes the refusal, if there is one, to standard output."""
 
 import contextlib
 import inspect
@@ -49,7 +47,8 @@ def load_engine(target: UserFunction) -> type[Any]:
         kind = target.load().function
     if not isinstance(kind, type):
         raise InputError(f"{_named(target)} is of type {type(kind).__name__}: expected a class with `EngineProtocol`")
-    for name, method in {**_METHODS, **_abstract(kind)}.items():
+    own = BaseEngine.__abstractmethods__ if issubclass(kind, BaseEngine) else ()  # what a subclass must have besides
+    for name, method in {**_METHODS, **{name: vars(BaseEngine)[name] for name in own}}.items():
         if (found := inspect.getattr_static(kind, name, None)) is None or found is method:
             raise _unlike(target, kind, f"has no method {name!r}", _form(name, method))
         if inspect.isfunction(found) and refuses(found, *inspect.signature(method).parameters):
@@ -105,16 +104,8 @@ for _name, _method in _METHODS.items():
     setattr(OwnEngine, _name, _forwarded(_name, _method))
 
 
-def _of_kind(*kinds: type) -> Callable[[_Queued, tuple[Any, ...], object], str | None]:
-    def check(_: _Queued, __: tuple[Any, ...], found: object) -> str | None:
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        return None if isinstance(found, kinds) else f"a {type(found).__name__}, not {expected},"
-
-    return check
-
-
-def _generated(_: _Queued, arguments: tuple[Any, ...], found: object) -> str | None:
-    return _batch_flaw(found, len(arguments[0]))
+def _of_kind(kind: type) -> Callable[[_Queued, tuple[Any, ...], object], str | None]:
+    return lambda _, __, found: None if isinstance(found, kind) else f"a {type(found).__name__}, not {kind.__name__},"
 
 
 def _collected(queued: _Queued, _: tuple[Any, ...], found: object) -> str | None:
@@ -175,7 +166,7 @@ def _scored(_: _Queued, arguments: tuple[Any, ...], found: Any) -> str | None:
 
 _CHECKS = {
     "identity": _of_kind(EngineIdentity),
-    "generate": _generated,
+    "generate": lambda _, arguments, found: _batch_flaw(found, len(arguments[0])),
     "collect": _collected,
     "score": _scored,
     "prepare_update": _of_kind(str),
@@ -186,11 +177,6 @@ _CHECKS = {
     "drop": _of_kind(dict),
     "sleep": _of_kind(bool),
 }
-
-
-def _abstract(kind: type) -> dict[str, Callable[..., Any]]:
-    """The methods that a subclass of `BaseEngine` must have besides."""
-    return {name: vars(BaseEngine)[name] for name in BaseEngine.__abstractmethods__ if issubclass(kind, BaseEngine)}
 
 
 def _form(name: str, method: Callable[..., Any]) -> str:

@@ -29,13 +29,10 @@ COMPLETIONS = pa.schema(
 ROUTES = pa.field("routes", pa.large_binary())
 """One more field of it, with `EngineSpec.routes`."""
 
-
 BASE = "base"
-"""Entry of a table of digests for the frozen weights beside a live adapter, with the digest that a state has of them.
-"""
+"""Entry of a table of digests for the frozen weights beside a live adapter, with the digest a state has of them."""
 
 KV_CACHE_BYTES_ON_CPU = 128 << 20  # the key-value cache where nothing says how large it may be
-
 
 InFlight = Literal["abort", "wait", "keep"]
 """Treatment of requests in flight by a weight update: `abort` drops them, `wait` finishes them first, `keep` continues
@@ -90,10 +87,8 @@ class EngineSpec(Frozen):
         limit = self.max_model_len - 1
         for index, sequence in enumerate(sequences):
             if not 0 < len(sequence) <= limit:
-                raise InputError(
-                    f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit} "
-                    f"(engine.max_model_len is {self.max_model_len} and one token is sampled)"
-                )
+                fact = f"{what} {index} has {len(sequence)} tokens; the engine accepts 1 to {limit}"
+                raise InputError(f"{fact} (engine.max_model_len is {self.max_model_len} and one token is sampled)")
 
     def check_batch(self, number: int, prompts: Sequence[TokenIds]) -> None:
         """Raises InputError: a batch has no prompts, or one that is empty or too long."""
@@ -104,10 +99,8 @@ class EngineSpec(Frozen):
 
 def unusable_weights(reason: str) -> SyncMismatch:
     """Refusal to sample or score after a failed weight sync."""
-    return SyncMismatch(
-        f"the engine's weights cannot be used because the last weight sync failed ({reason}); "
-        "sync the weights again before generating"
-    )
+    fact = f"the engine's weights cannot be used because the last weight sync failed ({reason})"
+    return SyncMismatch(f"{fact}; sync the weights again before generating")
 
 
 class Sampling(Frozen):

@@ -33,8 +33,7 @@ def code_tests(
     The program is the last fenced block of Python, else the last without a name, else the whole response; what is
     thought before </think> does not count. A test is a text of Python statements, as `assert double(2) == 4`, which run
     after the program, or a table with the `input` that the program reads from standard input and the `output` that it
-    must print. Raises as `read_tests`, and SandboxFailed, which are not scores.
-    """
+    must print. Raises as `read_tests`, and SandboxFailed, which are not scores."""
     return float(failed_test(record, response, field=field, seconds=seconds, memory_mb=memory_mb, image=image) is None)
 
 

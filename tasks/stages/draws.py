@@ -1,8 +1,7 @@
 """Draws of a rollout: the next prompts, and with dynamic sampling further ones until enough groups have a spread of
 rewards (DAPO, arXiv 2503.14476, section 3.2).
 
-The scores of a draw are recorded before they decide about the next one, so a process that takes over draws the same.
-"""
+The scores of a draw are recorded before they decide about the next one, so a process that takes over draws the same."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -34,8 +34,7 @@ def sample_seed(run_seed: int, position: int, sample: int, again: int = 0, redra
 
     Args:
         again: the revision, if the rollout is done again with other seeds.
-        redrawn: how often the position was drawn before.
-    """
+        redrawn: how often the position was drawn before."""
     place = f"{run_seed}/{position}/{sample}" + (f"/{again}" if again else "") + (f"+{redrawn}" if redrawn else "")
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2

@@ -1,7 +1,6 @@
 """The hosts of a run on a Ray cluster: what Ray keeps for its processes there, and each host's own folder.
 
-Ray chooses hosts and cards. Files get from host to host through the storage root alone.
-"""
+Ray chooses hosts and cards. Files get from host to host through the storage root alone."""
 
 import errno
 import fcntl

@@ -1,7 +1,5 @@
-"""The built-in engine: vLLM as a server of requests, and the reception of weights inside it.
-
-Only `tasks/engine/start.py` imports this folder, and nothing outside it imports vLLM.
-"""
+"""The built-in engine: vLLM as a server of requests, and the reception of weights inside it. Only
+`tasks/engine/start.py` imports this folder, and nothing outside it imports vLLM."""
 
 from typing import Literal
 

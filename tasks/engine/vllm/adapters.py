@@ -1,8 +1,7 @@
 """Live adapters: vLLM's layers of LoRA beside frozen weights, in a worker. Imports torch and vLLM.
 
 There is one slot, and every token is computed with the adapter in it: requests name none. Each update brings an adapter
-with an id of its own, so that nothing which vLLM keeps by id belongs to another one.
-"""
+with an id of its own, so that nothing which vLLM keeps by id belongs to another one."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -123,22 +122,19 @@ class AdapterUpdate:
     def receive(self, opened: AbstractContextManager[Receiver]) -> Report:
         """Receive the adapter, put it into the slot and compare what is there with what arrived; raises as
         `EngineProtocol.receive_update`."""
-        with opened as receiver, torch.no_grad():
-            return self._receive(receiver)
-
-    def _receive(self, receiver: Receiver) -> Report:
         began, planned, arrived = time.perf_counter(), tensors_of(self._plan), dict[str, torch.Tensor]()
-        for bucket in self._plan.buckets:
-            arena = receiver.arena(bucket)
-            arrived |= {name: tensor.clone() for name, tensor in views(planned[bucket.number], arena)}
-            receiver.release(bucket)
-        got = time.perf_counter()
-        digests, held = named_digests(arrived), named_digests(self._scaled(arrived))
-        hashed = time.perf_counter()
-        self.written = True
-        _serve(self._manager, _adapter(next(self._ids), arrived, self._config))
-        loaded = time.perf_counter()
-        self._check_landed(held)
+        with opened as receiver, torch.no_grad():
+            for bucket in self._plan.buckets:
+                arena = receiver.arena(bucket)
+                arrived |= {name: tensor.clone() for name, tensor in views(planned[bucket.number], arena)}
+                receiver.release(bucket)
+            got = time.perf_counter()
+            digests, held = named_digests(arrived), named_digests(self._scaled(arrived))
+            hashed = time.perf_counter()
+            self.written = True
+            _serve(self._manager, _adapter(next(self._ids), arrived, self._config))
+            loaded = time.perf_counter()
+            self._check_landed(held)
         digest = hashed - got + time.perf_counter() - loaded
         seconds = {"wait": got - began, "load": loaded - hashed, "digest": digest, "finish": 0.0}
         return Report(digests, len(held), self._plan.nbytes, seconds, held, {})
@@ -164,10 +160,8 @@ def landed_digests(
     slots, rank = slots_of(manager, config), config.rank
     found: dict[str, str] = {}
     for name in names:
-        place = slots[module_of(name)].of(name)
-        cut, rest = (
-            (place[:, :rank], place[:, rank:]) if name.endswith(".lora_B.weight") else (place[:rank], place[rank:])
-        )
+        place, axis = slots[module_of(name)].of(name), int(name.endswith(".lora_B.weight"))
+        cut, rest = place.tensor_split([rank], dim=axis)
         found[name] = "other rows are not zero" if rest.any() else tensor_digest(cut.contiguous())
     return found
 
@@ -181,10 +175,9 @@ def _check(plan: WeightPlan, slots: Mapping[str, Slot], config: LoraConfig) -> N
         wanted[factor_name(module, "B")] = (slot.b.shape[0], config.rank)
     for name in sorted(planned.keys() | wanted.keys()):
         if planned.get(name) != wanted.get(name):
-            raise SyncMismatch(
-                f"the update of the adapter sends {name} with the shape {planned.get(name)}, and the engine needs "
-                f"{wanted.get(name)} (None: not at all): trainer and engine must have the same [train.lora]"
-            )
+            fact = f"the update of the adapter sends {name} with the shape {planned.get(name)}, and the engine needs"
+            repair = "(None: not at all): trainer and engine must have the same [train.lora]"
+            raise SyncMismatch(f"{fact} {wanted.get(name)} {repair}")
 
 
 def _adapter(number: int, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> LoRAModel:

@@ -1,7 +1,5 @@
-"""A reward model on vLLM: its pooling runner gives the score of the last token, as transformers' classifiers do.
-
-vLLM and torch are imported when an engine is created.
-"""
+"""A reward model on vLLM: its pooling runner gives the score of the last token, as transformers' classifiers do. vLLM
+and torch are imported when an engine is created."""
 
 from collections.abc import Sequence
 from typing import Any, cast

@@ -3,10 +3,7 @@
 This drives vLLM's scheduler and workers (`EngineCore`) through vLLM's client for them, as `AsyncLLM` does, but without
 asyncio: so they can also run step by step in this process (vLLM refuses asyncio without a process for the scheduler),
 which is what makes results repeatable and starts short on CPU. Token ids go in and come out, so nothing of what vLLM
-has above that is needed: text, parts of responses, statistics.
-
-Imports torch and vLLM.
-"""
+has above that is needed: text, parts of responses, statistics. Imports torch and vLLM."""
 
 import multiprocessing.connection
 import os
@@ -30,7 +27,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from storage.errors import SyncMismatch
-from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec, Every, Sampling
+from tasks.engine.protocol import EngineSpec, Every, Sampling
 from tasks.engine.vllm import ADAPTER, BEGUN, EVERY, ROUTES, STOP_TEXTS, Runner
 from tasks.engine.vllm.inside import executor
 from tasks.engine.vllm.memory import cache_bytes
@@ -46,18 +43,13 @@ _MAX_STEP_TOKENS = 4096  # tokens of one forward step; a whole prompt must fit, 
 class Answer:
     """To a request that has ended or grown."""
 
-    name: str
-    """Of the request."""
-    token_ids: NDArray[np.int32]
-    """Sampled tokens."""
-    logprobs: NDArray[np.float32]
-    """One for each of them; empty if they were not asked for."""
+    name: str  # of the request
+    token_ids: NDArray[np.int32]  # sampled tokens
+    logprobs: NDArray[np.float32]  # one for each of them; empty if they were not asked for
     prompt_logprobs: NDArray[np.float32]
     """One for each token of the prompt but the first; empty if they were not asked for."""
-    cached: int
-    """Tokens of the prompt that the prefix cache held."""
-    finish_reason: str | None
-    """As vLLM calls it; None of one that goes on, whose new tokens these are."""
+    cached: int  # tokens of the prompt that the prefix cache held
+    finish_reason: str | None  # as vLLM calls it; None of one that goes on, whose new tokens these are
 
 
 class Core:
@@ -82,7 +74,7 @@ class Core:
         )
         self._tasks = self._client.get_supported_tasks()
         self._together = spec.together
-        self._asleep = False
+        self.asleep = False  # True if the engine has freed the card's memory
         if isinstance(self._client, MPClient):
             leaving = Event()
             weakref.finalize(self, leaving.set)  # runs before vLLM ends its processes
@@ -122,22 +114,17 @@ class Core:
         """Tokens of a block of the prefix cache."""
         return self.config.cache_config.block_size
 
-    @property
-    def asleep(self) -> bool:
-        """True if the engine has freed the card's memory."""
-        return self._asleep
-
     def sleep(self) -> None:
         """Give the card's memory back: weights go to memory of the host, the key-value cache is emptied."""
-        if not self._asleep:
+        if not self.asleep:
             self._client.sleep(level=1)
-            self._asleep = True
+            self.asleep = True
 
     def wake(self) -> None:
         """Take the card's memory again, with the weights of before; no effect on an engine that is awake."""
-        if self._asleep:
+        if self.asleep:
             self._client.wake_up()
-            self._asleep = False
+            self.asleep = False
 
     def forget_prompts(self) -> None:
         """Empty the prefix cache. What is under way computes its part of the key-value cache again. Raises
@@ -148,15 +135,12 @@ class Core:
     def hold(self) -> None:
         """Stop computing what is under way, until `go_on`."""
         if isinstance(self._client, MPClient):  # in this process nothing is computed but in `step`
-            self._utility("pause_scheduler", "keep", False)
+            cast(Any, self._client).call_utility("pause_scheduler", "keep", False)
 
     def go_on(self) -> None:
         """Compute again."""
         if isinstance(self._client, MPClient):
-            self._utility("resume_scheduler")
-
-    def _utility(self, method: str, *arguments: Any) -> None:
-        self._client.call_utility(method, *arguments)  # pyright: ignore[reportAttributeAccessIssue] - of the client apart
+            cast(Any, self._client).call_utility("resume_scheduler")
 
 
 def _answer(last: EngineCoreOutput) -> Answer:
@@ -173,10 +157,8 @@ def _answer(last: EngineCoreOutput) -> Answer:
 
 
 def _end_with_scheduler(client: MPClient, leaving: Event) -> None:
-    """Kill this process when the scheduler's has ended, unless it is `leaving`: calls to it would wait for ever.
-
-    Not at once: Ray ends an actor's children before the actor, and would call it a crash if it were gone too early.
-    """
+    """Kill this process when the scheduler's has ended, unless it is `leaving`: calls to it would wait for ever. Not at
+    once: Ray ends an actor's children before the actor, and would call it a crash if it were gone too early."""
     sentinels = cast(CoreEngineProcManager, client.resources.engine_manager).sentinels()
 
     def watch() -> None:
@@ -198,7 +180,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": max(_MAX_STEP_TOKENS, spec.max_model_len, spec.max_num_seqs),
-        "kv_cache_memory_bytes": spec.kv_cache_bytes or _cache_bytes(spec),
+        "kv_cache_memory_bytes": spec.kv_cache_bytes or cache_bytes(spec, current_platform.get_device_total_memory),
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "tensor_parallel_size": spec.tensor,
         "enforce_eager": spec.enforce_eager or spec.device == "cpu",
@@ -223,12 +205,6 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
             "compilation_config": {"custom_ops": ["none"]},  # the CPU kernel of interleaved rotary embedding is wrong
         }
     return arguments
-
-
-def _cache_bytes(spec: EngineSpec) -> int:
-    if spec.device == "cpu":
-        return KV_CACHE_BYTES_ON_CPU
-    return cache_bytes(spec, current_platform.get_device_total_memory())
 
 
 def sampling_parameters(sampling: Sampling, seed: int, begun: int = 0, every: Every | None = None) -> SamplingParams:

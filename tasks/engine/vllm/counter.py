@@ -3,8 +3,7 @@ alone.
 
 Philox 4x32-10 (Salmon et al., SC 2011), with the seed as key and entries and position as counter, gives four words of
 32 bits, each of which becomes the Gumbel noise of one entry. The seed enters with all of its 64 bits, so no two places
-share their noise. Imports numpy only.
-"""
+share their noise. Imports numpy only."""
 
 import numpy as np
 from numpy.typing import NDArray

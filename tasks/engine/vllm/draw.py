@@ -1,8 +1,5 @@
 """Tokens and their log-probabilities from logits on a card, by the noise of `tasks.engine.vllm.counter`: the logits are
-read once and copied nowhere, and a token's rank among all is not counted.
-
-Imports Triton.
-"""
+read once and copied nowhere, and a token's rank among all is not counted. Imports Triton."""
 
 import torch
 import triton
@@ -21,17 +18,10 @@ def draw(
     positions: torch.Tensor,
     temperatures: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens with the largest sums of logit and noise, the first among equal ones, and their log-probabilities.
-
-    Args:
-        logits: (S, V), already divided by the temperature; what must not be chosen is -inf.
-        rows: (S,), of each sample in `seeds` and `temperatures`.
-        positions: (S,), of the last tokens before those that are chosen.
-        temperatures: 0 where the likeliest token is the chosen one.
-
-    Returns:
-        (S,) int64, and (S,) float32, nat.
-    """
+    """The tokens with the largest sums of logit and noise, the first among equal ones, (S,) int64, and their
+    log-probabilities, (S,) float32, nat. `logits`, (S, V), are already divided by the temperature, and -inf where they
+    must not be chosen; `rows`, (S,), are those of each sample in `seeds` and `temperatures`, and `positions`, (S,),
+    those of the last tokens before. A temperature of 0 chooses the likeliest token."""
     count, vocabulary = logits.shape
     tiles = -(-vocabulary // _TILE)
     # best sum, its token, largest logit, sum of exponentials below it: of each tile

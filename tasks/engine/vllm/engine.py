@@ -1,7 +1,5 @@
-"""The rollout engine: vLLM as a server of requests, which samples, scores, and loads new weights in place.
-
-vLLM and torch are imported when an engine is created.
-"""
+"""The rollout engine: vLLM as a server of requests, which samples, scores, and loads new weights in place. vLLM and
+torch are imported when an engine is created."""
 
 import itertools
 import logging

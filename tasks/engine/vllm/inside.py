@@ -43,10 +43,8 @@ def executor(workers: int) -> type[Executor]:
 
 def end_with_parent() -> None:
     """Kill this process as soon as the one that started it through `multiprocessing` has ended, however it ended.
-
     vLLM's own processes notice that late or, if they wait for each other, never. No effect in a process that was
-    started otherwise.
-    """
+    started otherwise."""
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
         return
@@ -59,11 +57,9 @@ def end_with_parent() -> None:
 
 
 def meet_without_listening() -> None:
-    """Let the ranks of `tcp://` process groups meet in memory or at a file.
-
-    Torch's own store for such a group accepts connections on every interface, whatever address it was given. Raises
-    RatchetError: this torch has no such handlers, so its listeners would not be where they must be.
-    """
+    """Let the ranks of `tcp://` process groups meet in memory or at a file. Torch's own store for such a group accepts
+    connections on every interface, whatever address it was given. Raises RatchetError: this torch has no such handlers,
+    so its listeners would not be where they must be."""
     # its package holds a function of the same name
     handlers = vars(import_module("torch.distributed.rendezvous")).get("_rendezvous_handlers")
     if not isinstance(handlers, dict) or "tcp" not in handlers:
@@ -78,15 +74,10 @@ def _met(url: str, timeout: timedelta, **_options: object) -> Iterator[tuple[Sto
     place = urlparse(url)
     query = parse_qs(place.query)
     rank, world_size = int(query["rank"][0]), int(query["world_size"][0])
-    store = _store(str(place.port), world_size)
+    alone = world_size == 1
+    store = HashStore() if alone else FileStore(str(engine_meeting_place() / str(place.port)), world_size)
     store.set_timeout(timeout)
     yield store, rank, world_size
-
-
-def _store(name: str, world_size: int) -> Store:
-    if world_size == 1:
-        return HashStore()
-    return FileStore(str(engine_meeting_place() / name), world_size)
 
 
 end_with_parent()

@@ -2,8 +2,7 @@
 
 The table is read off the live modules and their own description of how they are split, not off vLLM's loaders: what the
 loaders have done is checked against it. Of a module that is not listed here nothing is known; then there is no table.
-Imports torch and vLLM.
-"""
+Imports torch and vLLM."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,8 +149,7 @@ def landing_of(layers: Layers) -> Landing | None:
 
 def named_layers(model: torch.nn.Module) -> Layers:
     """All modules by all of their names: the output layer may be the embedding itself. torch's own way builds a
-    generator for each level of each name.
-    """
+    generator for each level of each name."""
     found: dict[str, torch.nn.Module] = {}
     waiting = [("", model)]
     while waiting:
@@ -303,22 +301,17 @@ def _vocabulary(layer: VocabParallelEmbedding, name: str, tensors: dict[str, tor
 
 def _experts(layer: RoutedExperts, name: str, tensors: dict[str, torch.Tensor]) -> Iterator[Part]:
     """Gate and up projection of each expert lie below each other in `w13_weight`, the down projection in `w2_weight`.
-
-    Sizes that vLLM rounds up leave the last entries unfilled.
-    """
+    Sizes that vLLM rounds up leave the last entries unfilled."""
     count, twice, hidden = tensors["w13_weight"].shape
     held = twice // 2  # rows of the gate projection, with padding
-    parallel = layer.moe_config.moe_parallel_config
+    config, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     ranks = parallel.tp_size  # 1 where whole experts are dealt to workers
     rank = parallel.tp_rank if ranks > 1 else 0
-    config = layer.moe_config
     real, wide = config.intermediate_size // ranks, config.hidden_dim_unpadded or hidden
     prefix = name.removesuffix(".routed_experts")
     up: Box = ((rank * real, (rank + 1) * real), (0, wide))
     down: Box = ((0, wide), (rank * real, (rank + 1) * real))
-    dealt = vars(layer)["_buffers"][
-        "_expert_map"
-    ]  # (experts,), -1 where another worker holds the expert; None if this one holds all
+    dealt = layer._buffers["_expert_map"]  # (experts,), -1 where another worker holds one; None if this one holds all
     locals_ = list(range(layer.global_num_experts)) if dealt is None else dealt.tolist()
     for expert, local in enumerate(locals_):
         here = local >= 0
@@ -354,7 +347,4 @@ def landed_part(parameter: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _volume(box: Box) -> int:
-    volume = 1 if box else 0
-    for start, end in box:
-        volume *= end - start
-    return volume
+    return math.prod(end - start for start, end in box) if box else 0

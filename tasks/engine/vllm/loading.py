@@ -1,7 +1,5 @@
-"""Three ways of loading arrived tensors into vLLM's live model, and what is found in its parameters afterwards.
-
-Imports torch and vLLM.
-"""
+"""Three ways of loading arrived tensors into vLLM's live model, and what is found in its parameters afterwards. Imports
+torch and vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +26,11 @@ _WORD = 8  # bytes
 
 class PlannedCopies:
     """The copies from one bucket. Parts that lie in one piece on both sides are copied as words by one launch for all
-    of them, whatever their types; only where they begin in the bucket is known of them.
-    """
+    of them, whatever their types; only where they begin in the bucket is known of them."""
 
     def __init__(self, planned: Sequence[PlannedTensor], survey: Survey) -> None:
-        """Args:
-        planned: the tensors of the bucket, by offset.
-        survey: of the live model; of what it has no part of, this worker has no use.
-        """
+        """`planned` are the tensors of the bucket, by offset; of what the survey has no part of, this worker has no
+        use."""
         self._cuts: list[int] = []  # words before a piece, and those of it, one piece after another
         self._into: list[torch.Tensor] = []  # the words of each, (words,) int64
         self._others: list[tuple[PlannedTensor, Place, torch.Tensor]] = []
@@ -65,8 +60,7 @@ class PlannedCopies:
 
 def _first_word(tensor: PlannedTensor, place: Place, into: torch.Tensor) -> int | None:
     """Offset in the bucket, in words, at which the held part of a tensor begins; None if the tensor is converted, or
-    its part is not one piece of whole words there.
-    """
+    its part is not one piece of whole words there."""
     if place.start is None or into.dtype != element_type(tensor.dtype):
         return None
     begin = tensor.offset + place.start * into.element_size()
@@ -149,8 +143,7 @@ class InPlace:
 
 class ByTable(InPlace):
     """Writes into the live parameters where the table says, for a table that vLLM's loaders were seen to follow: with a
-    launch or two for each bucket. Loaders take 30 to 100 µs of the processor for each tensor.
-    """
+    launch or two for each bucket. Loaders take 30 to 100 µs of the processor for each tensor."""
 
     def __init__(self, survey: Survey, config: VllmConfig, planned: Planned) -> None:
         super().__init__(survey, config)
@@ -164,10 +157,8 @@ class ByTable(InPlace):
 
 
 class LayerWise:
-    """vLLM's layer-wise reload: for kernels that use another form of the parameters than the checkpoint's.
-
-    A layer's parameters are looked at after its loaders and before its post-processing, which may repack or empty them.
-    """
+    """vLLM's layer-wise reload: for kernels that use another form of the parameters than the checkpoint's. A layer's
+    parameters are looked at after its loaders and before its post-processing, which may repack or empty them."""
 
     keeps_views = True
 
@@ -266,10 +257,8 @@ def by_loaders(model: torch.nn.Module, arriving: Arriving) -> set[str]:
 
 def tied_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, QuantizeMethodBase]]:
     """The layers whose parameters belong to a layer before them, as the output layer's may to the embedding, each with
-    the method that derives from them what its kernel uses: on CPU a packed copy.
-
-    vLLM's reload processes only the first of both (limitation 2 of `vllm.model_executor.model_loader.reload`).
-    """
+    the method that derives from them what its kernel uses: on CPU a packed copy. vLLM's reload processes only the first
+    of both (limitation 2 of `vllm.model_executor.model_loader.reload`)."""
     seen: set[int] = set()
     for layer in model.modules():
         own = {id(parameter) for parameter in layer.parameters(recurse=False)}

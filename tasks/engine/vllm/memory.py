@@ -1,23 +1,24 @@
 """Share of a card that the key-value cache may take. Imports without vLLM or torch."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from storage.errors import InputError
-from tasks.engine.protocol import EngineSpec
+from tasks.engine.protocol import KV_CACHE_BYTES_ON_CPU, EngineSpec
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _BESIDE = 3 << 30  # CUDA context, activations of a step, CUDA graphs
 _OF_LOGITS = 16  # bytes for each sequence and entry of the vocabulary: four arrays in fp32
 
 
-def cache_bytes(spec: EngineSpec, card: int) -> int:
-    """Bytes that `spec.gpu_memory_utilization` of a card leaves beside weights, logits and the rest.
-
-    vLLM would measure it, but counts what the trainer takes from the same card in the meantime as its own. Raises
-    InputError: it leaves nothing.
-    """
-    folder = Path(spec.model_dir)
+def cache_bytes(spec: EngineSpec, of_card: Callable[[], int]) -> int:
+    """Bytes that `spec.gpu_memory_utilization` of a card, of which `of_card` tells the bytes, leaves beside weights,
+    logits and the rest; on CPU a fixed number. vLLM would measure it, but counts what the trainer takes from the same
+    card in the meantime as its own. Raises InputError: it leaves nothing."""
+    if spec.device == "cpu":
+        return KV_CACHE_BYTES_ON_CPU
+    folder, card = Path(spec.model_dir), of_card()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stored = _BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or ""), 2)
     on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

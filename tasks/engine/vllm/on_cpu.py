@@ -1,8 +1,5 @@
 """vLLM's worker on CPU. It draws by the counter of the second model runner, as cards do: a token depends on its logits,
-the seed of its sample and its position, not on where sampling began.
-
-Imports vLLM.
-"""
+the seed of its sample and its position, not on where sampling began. Imports vLLM."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,8 +1,7 @@
 """FP8 weights of linear layers, and the proof that they were made from the weights of an update.
 
 vLLM makes them, layer by layer, from what its loaders have just filled: here they are made a second time by the plain
-formula, and compared bit for bit with what kernels read. Imports torch and vLLM.
-"""
+formula, and compared bit for bit with what kernels read. Imports torch and vLLM."""
 
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,7 +1,5 @@
-"""Runs inside vLLM's worker: one weight update after another, as the engine's process asks for it.
-
-vLLM imports this module because it holds the class named by `worker_extension_cls`.
-"""
+"""Runs inside vLLM's worker: one weight update after another, as the engine's process asks for it. vLLM imports this
+module because it holds the class named by `worker_extension_cls`."""
 
 import json
 from functools import cached_property
@@ -64,14 +62,11 @@ class Updates:
             update = AdapterUpdate(manager, config, planned)
         else:
             with without_adapters(self._model):
-                update = self._update(survey, planned)
+                followed = survey.in_place and survey.layout == self._followed
+                lane = lane_of(survey, self._config, tensors_of(planned), followed)
+                update = Update(survey, self._config, planned, lane)
         self._prepared = update, planned, way, number
         return text_digest(plan)
-
-    def _update(self, survey: Survey, planned: WeightPlan) -> Update:
-        followed = survey.in_place and survey.layout == self._followed
-        lane = lane_of(survey, self._config, tensors_of(planned), followed)
-        return Update(survey, self._config, planned, lane)
 
     @property
     def _adapter_config(self) -> LoraConfig | None:
@@ -85,8 +80,7 @@ class Updates:
 
     def changed(self) -> dict[str, str]:
         """Tensors of which this worker holds something else now than after the last update, by name, with the digest of
-        that. Seen only where kernels use parameters as they were loaded, or as FP8 numbers and scales.
-        """
+        that. Seen only where kernels use parameters as they were loaded, or as FP8 numbers and scales."""
         changed: dict[str, str] = {}
         for form, report in self._reports.items():
             expected = report.parts | report.quantized
@@ -121,10 +115,8 @@ class Updates:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; reached through `collective_rpc`.
-
-    What is wrong with an update is returned, not raised: an error would lose its type on the way from another process.
-    """
+    """Mixed into vLLM's worker class; reached through `collective_rpc`. What is wrong with an update is returned, not
+    raised: an error would lose its type on the way from another process."""
 
     rank: int
 
@@ -146,10 +138,8 @@ class WorkerExtension:
             return {"refused": str(refusal)}
 
     def receive_update(self) -> str:
-        """Receive what was prepared: a dumped `Report`, or why it failed and whether the model was changed.
-
-        As JSON: of anything else, vLLM's messages describe the type of every value.
-        """
+        """Receive what was prepared: a dumped `Report`, or why it failed and whether the model was changed. As JSON: of
+        anything else, vLLM's messages describe the type of every value."""
         try:
             with paused():
                 report = self.weight_updates.receive()

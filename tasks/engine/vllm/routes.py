@@ -2,8 +2,7 @@
 its slot. So a prompt from the prefix cache has routes too, and what is computed again is noted again.
 
 vLLM returns such routes with its first model runner on cards alone. Here routers write into the table themselves, also
-as part of a CUDA graph; the host reads the rows of a request when it ends. Imports vLLM.
-"""
+as part of a CUDA graph; the host reads the rows of a request when it ends. Imports vLLM."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -1,8 +1,6 @@
 """vLLM's second model runner, without work for each request in a step that has the same requests as the one before,
-and with a sampler that computes nothing but tokens and their log-probabilities.
-
-Imports vLLM's code for cards. It takes the place of the runner of `Worker` on CUDA.
-"""
+and with a sampler that computes nothing but tokens and their log-probabilities. Imports vLLM's code for cards. It takes
+the place of the runner of `Worker` on CUDA."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

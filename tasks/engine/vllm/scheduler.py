@@ -4,10 +4,8 @@ vLLM's scheduler handles every request of every step in Python, and sends every 
 for its log-probability. Both take longer than a step of a small model on a card. Nobody here reads a response before it
 ends, and between its prompt and its end nothing has to be decided about a request but whether it ends. So a request
 whose prompt is planned becomes a row of arrays (`tasks.engine.vllm.rows`); what comes before, and every request with a
-property that rows do not know, stays with vLLM's scheduler.
-
-Imports vLLM; runs in the process of the scheduler (vLLM's `scheduler_cls`).
-"""
+property that rows do not know, stays with vLLM's scheduler. Imports vLLM; runs in the process of the scheduler (vLLM's
+`scheduler_cls`)."""
 
 import time
 from collections.abc import Iterable

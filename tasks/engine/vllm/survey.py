@@ -1,7 +1,4 @@
-"""Survey of a worker's live model, which every update needs.
-
-Imports torch and vLLM.
-"""
+"""Survey of a worker's live model, which every update needs. Imports torch and vLLM."""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -32,10 +29,8 @@ _WORD = 8  # bytes
 
 
 class Survey:
-    """A worker's live model as it is now. It holds live tensors, and lives for one update.
-
-    To look takes about as long as the trainer needs to plan, and depends on nothing of the plan: it is done meanwhile.
-    """
+    """A worker's live model as it is now. It holds live tensors, and lives for one update. To look takes about as long
+    as the trainer needs to plan, and depends on nothing of the plan: it is done meanwhile."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -69,9 +64,8 @@ class Survey:
 
     @cached_property
     def in_place(self) -> bool:
-        """True if kernels on a card use all parameters in the form and place in which loaders fill them, and the
-        place of each tensor is known.
-        """
+        """True if kernels on a card use all parameters in the form and place in which loaders fill them, and the place
+        of each tensor is known."""
         on_card = model_device(self.model).type == "cuda"
         return on_card and self.landing is not None and all(map(_used_as_loaded, self.layers.values()))
 
@@ -125,20 +119,15 @@ def _used_as_loaded(layer: torch.nn.Module) -> bool:
         kept = method.unquantized_backend == UnquantizedMoeBackend.TRITON
     else:
         kept = type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    return kept and _loadable(live)
+    # the loaders that split a tensor over workers are still there
+    loaders = [getattr(tensor, "weight_loader", None) for name, tensor in live.items() if "weight" in name]
+    return kept and all(map(callable, loaders))
 
 
 def processing(layer: torch.nn.Module) -> QuantizeMethodBase | None:
     """Object that derives the tensors of a layer's kernels from its parameters; None if there is none."""
     method = getattr(layer, "quant_method", None)  # an attribute, or a module of the layer
     return method if isinstance(method, QuantizeMethodBase) else None
-
-
-def _loadable(parameters: dict[str, torch.Tensor]) -> bool:
-    """True if the loaders that split a tensor over workers are still there."""
-    return all(
-        callable(getattr(tensor, "weight_loader", None)) for name, tensor in parameters.items() if "weight" in name
-    )
 
 
 def found(layers: Layers, landing: Landing, names: Collection[str]) -> dict[str, str]:
@@ -174,10 +163,8 @@ def _as_entered(layer: torch.nn.Module, place: Place, landing: Landing) -> torch
     parameter = layer.get_parameter(place.parameter).detach()
     shape = landing.shapes.get((place.layer, place.parameter), tuple(parameter.shape))
     if parameter.shape != shape:
-        raise SyncMismatch(
-            f"loading changed the shape of {place.layer}.{place.parameter} from {list(shape)} to "
-            f"{list(parameter.shape)}: it cannot be found what landed there"
-        )
+        fact = f"loading changed the shape of {place.layer}.{place.parameter} from {list(shape)} to"
+        raise SyncMismatch(f"{fact} {list(parameter.shape)}: it cannot be found what landed there")
     return parameter
 
 

@@ -1,7 +1,5 @@
-"""One weight update inside a worker of vLLM: what is checked before, loaded during, and found afterwards.
-
-Imports torch and vLLM.
-"""
+"""One weight update inside a worker of vLLM: what is checked before, loaded during, and found afterwards. Imports torch
+and vLLM."""
 
 import time
 from collections import Counter
@@ -151,9 +149,14 @@ class Update:
                     f"tensor {name} was {how}{place}: digest {digest} arrived, and {landed or 'nothing'} is in the "
                     "engine's parameters. Sync the weights again"
                 )
-        if self._landing is None:
-            reported, expected = ({_as_reported(name) for name in names} for names in (loaded, self._survey.parameters))
-            _same_names(reported, expected, "parameters that vLLM loaded")
+        if self._landing is None:  # loaders leave the module that holds experts out of the names of these
+            told, wanted = (
+                {name.replace(".experts.routed_experts.", ".experts.") for name in names}
+                for names in (loaded, self._survey.parameters)
+            )
+            if told != wanted:
+                missing, unknown = _named(sorted(wanted - told)), _named(sorted(told - wanted))
+                raise SyncMismatch(f"parameters that vLLM loaded: {missing} missing, {unknown} not expected")
 
     def _is_unused(self, name: str) -> bool:
         """True if a checkpoint may hold a tensor that vLLM's model does not use."""
@@ -178,24 +181,10 @@ def check_layout(plan: WeightPlan) -> None:
     sizes = {bucket.number: bucket.nbytes for bucket in plan.buckets}
     for tensor in plan.tensors:
         element_type(tensor.dtype)
-        if tensor.bucket not in sizes or not ends[tensor.bucket] <= tensor.offset <= _last(sizes, tensor):
+        end = tensor.offset + tensor.nbytes
+        if tensor.bucket not in sizes or not ends[tensor.bucket] <= tensor.offset <= end <= sizes[tensor.bucket]:
             raise SyncMismatch(f"tensor {tensor.name} lies over another one in the weight update, or in no bucket")
-        ends[tensor.bucket] = tensor.offset + tensor.nbytes
-
-
-def _last(sizes: dict[int, int], tensor: PlannedTensor) -> int:
-    return sizes[tensor.bucket] - tensor.nbytes
-
-
-def _as_reported(parameter: str) -> str:
-    """The name by which vLLM's loader of experts calls its parameters: without the module that holds them."""
-    return parameter.replace(".experts.routed_experts.", ".experts.")
-
-
-def _same_names(found: set[str], expected: set[str], what: str) -> None:
-    missing, unknown = sorted(expected - found), sorted(found - expected)
-    if missing or unknown:
-        raise SyncMismatch(f"{what}: {_named(missing)} missing, {_named(unknown)} not expected")
+        ends[tensor.bucket] = end
 
 
 def _named(names: list[str]) -> str:

@@ -18,7 +18,7 @@ def model(folder, dtype, size):
 
 def left(folder, dtype, stored="bfloat16", card=CARD, **more):
     spec = EngineSpec(model_dir=model(folder, stored, 512), max_model_len=8, device="cuda", dtype=dtype, **more)
-    return cache_bytes(spec, card)
+    return cache_bytes(spec, lambda: card)
 
 
 def test_the_cache_takes_what_its_share_of_the_card_leaves(tmp_path):
