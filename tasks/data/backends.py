@@ -1,7 +1,6 @@
-"""Tokenizers with the same methods: that of a generated model, by `tokenizers` alone, and any other, by transformers.
-
-transformers knows what the makers of a model meant: which class reads its files, what begins a text, and the chat
-template. Its import takes seconds, and a generated model's tokenizer is the same without it."""
+"""Tokenizers with the same methods: that of a generated model, by `tokenizers` alone, and any other, by transformers,
+which knows what the makers of a model meant: which class reads its files, what begins a text, and the chat template.
+Its import takes seconds, and a generated model's tokenizer is the same without it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -158,7 +157,14 @@ def read_backend(directory: Path) -> Backend:
         raise InputError("the model directory has no tokenizer.json: give a Hugging Face directory with its tokenizer")
     if generated:
         return Plain(Tokenizer.from_file(str(directory / "tokenizer.json")))
-    return Makers(_of_transformers(directory))
+    from transformers import AutoTokenizer  # seconds, as it imports torch
+
+    try:
+        return Makers(AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True))
+    except Exception as error:  # noqa: BLE001 - whatever the parsers of its many formats raise
+        fact = str(error).replace(str(directory), "the model directory")
+        repair = "give a directory that transformers' AutoTokenizer reads without remote code"
+        raise InputError(f"the tokenizer of the model cannot be read ({fact}): {repair}") from None
 
 
 def special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
@@ -170,18 +176,6 @@ def _is_generated(directory: Path) -> bool:
         return json.loads((directory / "tokenizer_config.json").read_bytes()) == GENERATED
     except (OSError, ValueError):
         return False
-
-
-def _of_transformers(directory: Path) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # seconds, as it imports torch
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # noqa: BLE001 - whatever the parsers of its many formats raise
-        raise InputError(
-            f"the tokenizer of the model cannot be read ({str(error).replace(str(directory), 'the model directory')}): "
-            "give a directory that transformers' AutoTokenizer reads without remote code"
-        ) from None
 
 
 def token_bytes(backend: Backend) -> list[bytes]:
@@ -199,10 +193,9 @@ def token_bytes(backend: Backend) -> list[bytes]:
 
 def _added(backend: Backend, token: int, begun: str, text: str) -> bytes:
     if not text.startswith(begun):
-        raise InputError(
-            f"no text can end a response with this tokenizer: its token {token} changes the text before it ({text!r} "
-            f"after {begun!r}). Leave out rollout.stop, or stop of a request, and set rollout.stop_tokens"
-        )
+        fact = f"its token {token} changes the text before it ({text!r} after {begun!r})"
+        repair = "Leave out rollout.stop, or stop of a request, and set rollout.stop_tokens"
+        raise InputError(f"no text can end a response with this tokenizer: {fact}. {repair}")
     added = text.removeprefix(begun)
     return _raw(backend.token_text(token)) or added.encode() if _UNDECODED in added else added.encode()
 

@@ -130,11 +130,9 @@ class Template:
         whole = self.codec.render(chat.then({"role": ASSISTANT, "content": _ANSWER}), answering=False)
         header = whole.removeprefix(text).partition(_ANSWER)[0]
         if header.strip():
-            raise InputError(
-                "the tokenizer's chat template ignores add_generation_prompt: the prompt ends before "
-                f"{shown(header[-_LONGEST:])}, which the model would have to write. Let the template write that "
-                "where add_generation_prompt is true"
-            )
+            fact = "the tokenizer's chat template ignores add_generation_prompt: the prompt ends before"
+            repair = "Let the template write that where add_generation_prompt is true"
+            raise InputError(f"{fact} {shown(header[-_LONGEST:])}, which the model would have to write. {repair}")
         say.note(f"the chat template has no generation prompt: an answer follows {shown(text[-20:])}")
 
     def _unended(self, end: str) -> str:

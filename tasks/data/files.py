@@ -254,15 +254,12 @@ def _rows(table: pa.RecordBatch | pa.Table, where: str, before: int) -> list[Rec
     except _NO_OBJECT:
         for name, column in zip(table.schema.names, table.columns, strict=True):
             for row, value in enumerate(column, before + 1):
-                _check_object(value, f"{where}, record {row}: field {name!r}")
+                try:
+                    value.as_py(maps_as_pydicts="strict")
+                except _NO_OBJECT as error:
+                    fact = f"{where}, record {row}: field {name!r} cannot be read ({error})"
+                    raise InputError(f"{fact}. Correct it, or leave it out with data.leave_out") from None
         raise
-
-
-def _check_object(value: pa.Scalar, place: str) -> None:
-    try:
-        value.as_py(maps_as_pydicts="strict")
-    except _NO_OBJECT as error:
-        raise InputError(f"{place} cannot be read ({error}). Correct it, or leave it out with data.leave_out") from None
 
 
 def _checked(values: Record, place: str) -> Record:

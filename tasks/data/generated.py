@@ -1,6 +1,5 @@
-"""Generated inputs of a run: a small model with its tokenizer, and an addition data set.
-
-This needs neither torch nor a download; the same seed gives the same bytes."""
+"""Generated inputs of a run: a small model with its tokenizer, and an addition data set. This needs neither torch nor a
+download; the same seed gives the same bytes."""
 
 import itertools
 import json
@@ -33,11 +32,9 @@ def generate_model(directory: Path, spec: GeneratedModel, seed: int) -> None:
 def generate_tokenizer(directory: Path, spec: GeneratedModel) -> None:
     """Write such a directory without the weights. Raises InputError: the vocabulary is smaller than the tokenizer's."""
     tokenizer = character_tokenizer()
-    if tokenizer.get_vocab_size() > spec.vocabulary:
-        raise InputError(
-            f"model.generate.vocabulary = {spec.vocabulary} is smaller than the character tokenizer's "
-            f"{tokenizer.get_vocab_size()}: raise it"
-        )
+    if (size := tokenizer.get_vocab_size()) > spec.vocabulary:
+        fact = f"model.generate.vocabulary = {spec.vocabulary} is smaller than the character tokenizer's {size}"
+        raise InputError(f"{fact}: raise it")
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(GENERATED, indent=1))
     (directory / "config.json").write_text(json.dumps(model_config(spec), indent=1))
@@ -124,6 +121,10 @@ def shapes(facts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     size = int(facts.get("head_dim") or hidden // heads)
     queries, keys = heads * size, int(facts.get("num_key_value_heads") or heads) * size
     yield "model.embed_tokens.weight", (facts["vocab_size"], hidden)
+    rest = {
+        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
     for layer in range(facts["num_hidden_layers"]):
         before = f"model.layers.{layer}."
         for part, rows in (("q", queries), ("k", keys), ("v", keys)):
@@ -132,12 +133,7 @@ def shapes(facts: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield f"{before}self_attn.{part}_proj.bias", (rows,)
             if name[0] == "Qwen3ForCausalLM" and part != "v":
                 yield f"{before}self_attn.{part}_norm.weight", (size,)
-        yield f"{before}self_attn.o_proj.weight", (hidden, queries)
-        yield f"{before}mlp.gate_proj.weight", (inner, hidden)
-        yield f"{before}mlp.up_proj.weight", (inner, hidden)
-        yield f"{before}mlp.down_proj.weight", (hidden, inner)
-        yield f"{before}input_layernorm.weight", (hidden,)
-        yield f"{before}post_attention_layernorm.weight", (hidden,)
+        yield from ((f"{before}{one}.weight", shape) for one, shape in rest.items())
     yield "model.norm.weight", (hidden,)
     if not facts.get("tie_word_embeddings"):
         yield "lm_head.weight", (facts["vocab_size"], hidden)

@@ -1,5 +1,4 @@
 """The Hugging Face hub: ids of models and data sets, the files that a run takes, and the hub's cache on this machine.
-
 Processes of a run stay offline (`tasks/config/environment.py`). The network is used only for a download that the
 configuration asks for. The hub's libraries are imported where they are used: they take half a second."""
 
@@ -110,10 +109,8 @@ def rows(source: DataSource, address: str, download: bool) -> "Dataset":
             found = datasets.load_dataset(name, source.subset, split=source.split, revision=revision or None)
     except Exception as error:  # noqa: BLE001 - whatever the library, its builders and the network raise
         more = "" if download else "; it is only looked for in the cache: set data.download = true to download it"
-        raise InputError(
-            f"dataset {source.source} does not exist as a file, and split {source.split} of the hub's data set cannot "
-            f"be had ({_said(error)}){more}"
-        ) from None
+        fact = f"dataset {source.source} does not exist as a file, and split {source.split} of the hub's data set"
+        raise InputError(f"{fact} cannot be had ({_said(error)}){more}") from None
     return found  # pyright: ignore[reportReturnType] - a split was named
 
 

@@ -79,10 +79,9 @@ class ModelFolder:
                 raise InputError(f"{self}: {INDEX} has no weight_map: restore it from where the model came")
             named = sorted(set(places.values()))
             if missing := [file for file in named if file not in there]:
-                raise InputError(
-                    f"{self} lacks {missing[0]}, which {INDEX} names ({len(missing)} of {len(named)} files are "
-                    "missing): copy or download the model again"
-                )
+                count = f"{len(missing)} of {len(named)} files are missing"
+                fact = f"{self} lacks {missing[0]}, which {INDEX} names ({count})"
+                raise InputError(f"{fact}: copy or download the model again")
             return named
         if not (found := [name for name in there if name.endswith(".safetensors")]):
             other = next((f", only {name}" for name in there if name.endswith((".bin", ".pt", ".pth", ".gguf"))), "")
@@ -193,10 +192,8 @@ def _absent(section: ModelSection, source: str, key: str) -> str:
 
     model, as_folder = hub_id(source), "" if "://" in source else f"there is no folder {source}, and "
     name = section.source if referenced(section.source) is not None else source
-    return (
-        f"{key} {name}: {as_folder}the hub's cache ({constants.HF_HUB_CACHE}) has no model {model}. Give an existing "
-        "Hugging Face directory, or set model.download = true to fetch it from the hub"
-    )
+    repair = "Give an existing Hugging Face directory, or set model.download = true to fetch it from the hub"
+    return f"{key} {name}: {as_folder}the hub's cache ({constants.HF_HUB_CACHE}) has no model {model}. {repair}"
 
 
 def folder_gives_values(directory: str) -> bool:

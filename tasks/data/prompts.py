@@ -121,9 +121,8 @@ def _note_unknown(batch: pa.RecordBatch, reads: Sequence[Read], renderer: Render
     unknown, prompts = renderer.codec.backend.special.unknown, batch.column("prompt_tokens")
     there = prompts.flatten().to_numpy(zero_copy_only=False) == unknown
     if unknown is not None and there.any():
-        fact = (
-            f"the tokenizer lacks characters of the prompt, and gives {renderer.codec.visible([unknown])[0]!r} for them"
-        )
+        sign = renderer.codec.visible([unknown])[0]
+        fact = f"the tokenizer lacks characters of the prompt, and gives {sign!r} for them"
         for row in np.unique(np.repeat(np.arange(len(prompts)), _lengths(prompts))[there]):
             renderer.notes.add(fact, reads[int(row)].place)
 
@@ -145,10 +144,8 @@ def _fitting(batch: pa.RecordBatch, places: Sequence[str], codec: TextCodec, roo
     fact = _no_room(where, name, length, room, "rollout.max_tokens")
     if length + room.max_tokens <= room.context:
         solved = length + int(_lengths(batch.column("answer_tokens"))[row])
-        fact = (
-            f"{where}: prompt {name!r} is too long: {solved} tokens with its answer, but train.max_length = "
-            f"{room.max_length}. Shorten it or raise train.max_length"
-        )
+        fact = f"{where}: prompt {name!r} is too long: {solved} tokens with its answer, but train.max_length ="
+        fact = f"{fact} {room.max_length}. Shorten it or raise train.max_length"
     raise InputError(f'{fact}, or drop such prompts with data.overlong = "drop"')
 
 

@@ -189,10 +189,8 @@ def fill(template: str, record: Record) -> str:
 
 def _value(record: Record, name: str) -> str:
     if (value := record.get(name)) is None:
-        raise InputError(
-            f"data.prompt names the field {name!r}, which the record lacks: its fields are "
-            f"{', '.join(str(field) for field, value in record.items() if value is not None)}"
-        )
+        there = ", ".join(str(field) for field, value in record.items() if value is not None)
+        raise InputError(f"data.prompt names the field {name!r}, which the record lacks: its fields are {there}")
     if (text := text_of(value)) is None:
         fact = f"data.prompt names the field {name!r}, which is {shown(value)}: a text or an integer is expected"
         raise InputError(f"{fact}, so write it as the text that the prompt is to have")
@@ -222,19 +220,13 @@ def _parsed(text: str, field: str) -> Any:
     if not _LIKE_MESSAGES.match(text):
         return text
     try:
-        found = parsed(text)
-        flawed = flaw(found)
-        reason = (
-            f"{flawed.place} {flawed.fact}" if flawed else "" if _are_messages(found) else " is not a list of messages"
-        )
+        if (flawed := flaw(found := parsed(text))) is None and _are_messages(found):
+            return found
+        reason = f"{flawed.place} {flawed.fact}" if flawed else " is not a list of messages"
     except (ValueError, RecursionError) as error:
         reason = f" is not JSON ({error})"
-    if not reason:
-        return found
-    raise InputError(
-        f"field {field!r} looks like messages, but{reason}: {shown(text)}. Write a JSON list of objects with role and "
-        f'content, or set data.prompt = "{{{field}}}" if it is the text of the prompt itself'
-    )
+    fact = f"field {field!r} looks like messages, but{reason}: {shown(text)}. Write a JSON list of objects with role"
+    raise InputError(f'{fact} and content, or set data.prompt = "{{{field}}}" if it is the text of the prompt itself')
 
 
 def _are_messages(value: Any) -> bool:

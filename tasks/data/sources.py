@@ -150,8 +150,7 @@ def _generated(order: _Order, section: GeneratedAddition) -> Prompts:
 def _read(order: _Order, table: str) -> Prompts:
     """One table from its sources."""
     sources = order.config.data.sources(table)
-    names = _names(sources, table)
-    known = _Known()
+    names, known = _names(sources, table), _Known()
     made = mapped(_batches(order, table, names, known))
     if (name := twice(made)) is not None:
         places = " and ".join(itertools.islice(_places(order, table, names, name), 2))
@@ -169,7 +168,7 @@ class _Known:
 
 
 def _batches(order: _Order, table: str, names: Sequence[str], known: _Known) -> Iterator[pa.RecordBatch]:
-    """The rows of all sources of a table; adds to `known` what is known at the end of each source."""
+    """The rows of all sources of a table; adds to `known` at the end of each source."""
     for source, name in zip(order.config.data.sources(table), names, strict=True):
         where = table if len(names) == 1 else f"{table}, source {name!r}"
         rows, qualifier = 0, _qualifier(names, name)
@@ -286,11 +285,9 @@ def _check_content(table: str, run: str, given: tuple[DataSource, ...], stored: 
     for source, digest in zip(given, stored, strict=False):
         now = _digest(Keyed(value_digest([state(source), source.model_dump(mode="json")]), source))
         if now is not None and now != digest:
-            raise InputError(
-                f"data.{table}: {source.source} has the content {now} now, but run {run!r} was prepared from "
-                f"{digest}, and a run keeps its prompts: restore the content or move it away, or start a new run of it "
-                "with another --run"
-            )
+            fact = f"data.{table}: {source.source} has the content {now} now, but run {run!r} was prepared from"
+            repair = "restore the content or move it away, or start a new run of it with another --run"
+            raise InputError(f"{fact} {digest}, and a run keeps its prompts: {repair}")
 
 
 @functools.lru_cache(maxsize=16)  # the command line and the flow both check

@@ -111,10 +111,8 @@ class TextCodec:
     def _stopping_at(self, given: Sequence[int | str] | None) -> "TextCodec":
         stop = self.stop_tokens if given is None else tuple(self._stop_token(one) for one in given)
         if not stop:
-            raise InputError(
-                "no stop token is known, so no response would ever end: config.json, generation_config.json and the "
-                "tokenizer name none (eos_token_id). Set rollout.stop_tokens"
-            )
+            named = "config.json, generation_config.json and the tokenizer name none (eos_token_id)"
+            raise InputError(f"no stop token is known, so no response would ever end: {named}. Set rollout.stop_tokens")
         return replace(self, stop_tokens=stop, identity=value_digest([self.identity, list(stop)]))
 
     def _stop_token(self, given: int | str) -> int:
