@@ -11,8 +11,8 @@ ENVIRONMENTS = (
         "conversations-of-two-lengths",
         "a run whose conversations grow until the context ends them goes on with another context",
         "tasks/config/stored.py",
-        "        *changed_context(stored.config, config),\n",
-        "",
+        ", *changed_context(stored.config, config)]",
+        "]",
         _PLAYED,
     ),
     Mutant(

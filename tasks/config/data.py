@@ -91,12 +91,6 @@ class DataSource(Section):
             raise ValueError("source is empty: give a path, a URL or the id of a data set")
         return source
 
-    @model_validator(mode="after")
-    def _one_prompt(self) -> "DataSource":
-        if self.prompt is not None and self.prompt_field is not None:
-            raise ValueError(no_effect("prompt_field", "with prompt, which makes the prompt from the fields it names"))
-        return self
-
     @field_validator("name")
     @classmethod
     def _plain(cls, name: str | None) -> str | None:
@@ -104,9 +98,11 @@ class DataSource(Section):
             raise ValueError(f"name {name!r} goes before prompt ids, as name/id: give a text without '/'")
         return name
 
-
-def _form(value: Any) -> str:
-    return "text" if isinstance(value, str) else "list"
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "DataSource":
+        if self.prompt is not None and self.prompt_field is not None:
+            raise ValueError(no_effect("prompt_field", "with prompt, which makes the prompt from the fields it names"))
+        return self
 
 
 def _listed(value: Any) -> Any:
@@ -122,7 +118,7 @@ def _listed(value: Any) -> Any:
 
 Sources = Annotated[
     Annotated[str, Tag("text")] | Annotated[tuple[DataSource, ...], Tag("list")],
-    Discriminator(_form),
+    Discriminator(lambda value: "text" if isinstance(value, str) else "list"),
     BeforeValidator(_listed),
 ]
 """One source by its path or URL, or tables with more about each."""
@@ -170,20 +166,12 @@ class DataSection(Section):
     """Give each pass over the prompts its own order (from the run's seed)."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> "DataSection":
+    def _usable(self) -> "DataSection":
         if (self.train is None) == (self.generate is None):
             raise ValueError("give exactly one of data.train and data.generate")
-        return self
-
-    @model_validator(mode="after")
-    def _one_prompt(self) -> "DataSection":
         if self.prompt is not None and self.prompt_field != "prompt":
             why = "with data.prompt, which makes the prompt from the fields it names"
             raise ValueError(no_effect("data.prompt_field", why, "prompt"))
-        return self
-
-    @model_validator(mode="after")
-    def _held_out_once(self) -> "DataSection":
         if self.hold_out and (self.generate is not None or self.held_out is not None):
             other = "data.held_out" if self.generate is None else "data.generate.held_out"
             raise ValueError(f"data.hold_out = {self.hold_out} and {other} exclude each other: give one of them")

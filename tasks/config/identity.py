@@ -45,9 +45,8 @@ def changed_meaning(stored: Document, given: Document, prefix: str = "") -> list
         if isinstance(old, dict) and isinstance(new, dict):
             lines += changed_meaning(old, new, f"{prefix}{key}.")
         elif not (is_secret(key) or _same(old, new)):
-            lines.append(
-                f"{prefix}{key}: the run was started with {shown(old, key)!r}, but is now given {shown(new, key)!r}"
-            )
+            started = f"{prefix}{key}: the run was started with {shown(old, key)!r}"
+            lines.append(f"{started}, but is now given {shown(new, key)!r}")
     return lines
 
 
@@ -101,25 +100,18 @@ def leaves(document: Document, prefix: str = "") -> dict[str, JsonValue]:
 def changed_settings(before: Document, after: Document, prefix: str = "") -> dict[str, JsonValue]:
     """The settings that make `before` equal `after`, by `section.key`. A document lacks keys that are left out at their
     default, such as `train.lora`."""
-    if set(before) != set(after) and prefix and not _is_one_kind(prefix.removesuffix(".")):
+    kind = key_at(RunConfig, prefix.removesuffix("."))
+    if set(before) != set(after) and prefix and (kind is None or len(kind.models) != 1):
         return {prefix.removesuffix("."): dict(after)}  # a table of another kind, as of another algorithm
     found: dict[str, JsonValue] = {}
     for name in dict.fromkeys((*after, *before)):
-        old, new = before.get(name), after[name] if name in after else _default(f"{prefix}{name}")
+        key = key_at(RunConfig, f"{prefix}{name}")
+        old, new = before.get(name), after.get(name, key and key.field.default)
         if isinstance(old, dict) and isinstance(new, dict):
             found |= changed_settings(old, new, f"{prefix}{name}.")
         elif old != new:
             found[f"{prefix}{name}"] = new
     return found
-
-
-def _is_one_kind(table: str) -> bool:
-    """True if the keys of a table are those of one model."""
-    return (key := key_at(RunConfig, table)) is not None and len(key.models) == 1
-
-
-def _default(key: str) -> JsonValue:
-    return None if (found := key_at(RunConfig, key)) is None else found.field.default
 
 
 def split_changes(before: Document, after: Document) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:

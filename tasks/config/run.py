@@ -102,10 +102,6 @@ ENGINES = "ratchet.engines"  # entry points by which an installed package offers
 _SAMPLES = decides("rollout", "weight-sync", "evaluate")
 
 
-def _is_merged(adapter: str) -> bool:
-    return adapter == "merged"  # which runs have without the key in their meaning
-
-
 class EngineSection(Section):
     """The rollout engines. With a deterministic engine only `precision` changes results, `tensor` their last bits."""
 
@@ -125,11 +121,11 @@ class EngineSection(Section):
     """Key-value cache of a card, MiB. By default what `gpu_memory_utilization` leaves; on CPU 128."""
     precision: Annotated[Precision, _SAMPLES] = "fp32"
     """Type of the engine's weights and activations. It decides what is sampled: only a fork may change it."""
-    # runs without one do not have the key in their meaning
+    # runs with their defaults have none of these keys in their meaning
     quantization: Annotated[Literal["fp8"] | None, _SAMPLES] = Field(default=None, exclude_if=operator.not_)
     """`fp8`: compute linear layers with FP8 numbers, made of the trained weights at each sync. Only on cards with FP8
     units, with dense models and `precision = "bf16"`. It decides what is sampled: only a fork may change it."""
-    adapter: Annotated[Literal["merged", "live"], _SAMPLES] = Field(default="merged", exclude_if=_is_merged)
+    adapter: Annotated[Literal["merged", "live"], _SAMPLES] = Field(default="merged", exclude_if="merged".__eq__)
     """Adapters of `train.lora` in the engines: `merged` sends the sums of weights and adapters at each sync; with
     `live` engines get the frozen weights once and then the adapters alone, which vLLM's layers add. With dense models
     and ranks up to 512. It decides the last bits of what is sampled: only a new run may change it."""
@@ -161,23 +157,15 @@ class EngineSection(Section):
         return self.quantization or self.precision
 
     @model_validator(mode="after")
-    def _live_on_plain_weights(self) -> "EngineSection":
+    def _usable(self) -> "EngineSection":
         others = {"quantization": self.quantization is not None, "tensor": self.tensor > 1}
         for name in (name for name, given in others.items() if given and self.adapter == "live"):
-            raise ValueError(
-                f'adapter = "live" adds adapters to whole weights as they arrived, and {name} = '
-                f"{json.dumps(dict(self)[name])} changes or divides them: leave engine.{name} out, or set "
-                'engine.adapter = "merged"'
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _quantized_from_bf16(self) -> "EngineSection":
+            fact = f'adapter = "live" adds adapters to whole weights as they arrived, and {name} ='
+            repair = f'leave engine.{name} out, or set engine.adapter = "merged"'
+            raise ValueError(f"{fact} {json.dumps(dict(self)[name])} changes or divides them: {repair}")
         if self.quantization is not None and self.precision != "bf16":
-            raise ValueError(
-                f'quantization = "{self.quantization}" is computed beside bf16, and precision is "{self.precision}": '
-                'set engine.precision = "bf16"'
-            )
+            fact = f'quantization = "{self.quantization}" is computed beside bf16, and precision is "{self.precision}"'
+            raise ValueError(f'{fact}: set engine.precision = "bf16"')
         return self
 
 
@@ -252,26 +240,17 @@ class RunConfig(Section):
         if found := list(unusable_numbers(self.model_dump())) or without_effect(self, UNUSED):
             raise ValueError("\n  ".join(found))
         if (every := self.storage.keep_every) is not None and every % self.storage.save_every:
-            raise ValueError(
-                f"storage.keep_every = {every} keeps states that storage.save_every = {self.storage.save_every} does "
-                "not store: give a multiple of it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _routes_are_told(self) -> "RunConfig":
-        """Stored samples have their routes already."""
-        if self.train.experts.replay and self.retrain is None:
+            fact = f"storage.keep_every = {every} keeps states that storage.save_every = {self.storage.save_every} does"
+            raise ValueError(f"{fact} not store: give a multiple of it")
+        if self.train.experts.replay and self.retrain is None:  # stored samples have their routes already
             others = {
                 "[environment]": self.environment is not None,
                 "engine.function": self.engine.function is not None,
                 'rollout.updates = "in-flight"': self.rollout.updates == "in-flight",
             }
             for name in (name for name, given in others.items() if given):
-                raise ValueError(
-                    f"train.experts.replay = true needs the experts of every sampled token, which are not told with "
-                    f"{name}: leave that out, or set it to false"
-                )
+                fact = "train.experts.replay = true needs the experts of every sampled token, which are not told with"
+                raise ValueError(f"{fact} {name}: leave that out, or set it to false")
         return self
 
     @model_validator(mode="before")

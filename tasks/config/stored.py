@@ -1,7 +1,5 @@
-"""The configuration that a run was started with, as stored. Imports neither Ray nor torch.
-
-A run's identity follows from this record alone, so it is the same for every version that reads it, whatever keys have
-been added since."""
+"""The configuration that a run was started with, as stored. A run's identity follows from this record alone, so it is
+the same for every version that reads it, whatever keys have been added since. Imports neither Ray nor torch."""
 
 import shlex
 from collections.abc import Sequence
@@ -247,10 +245,8 @@ def _is_unused(root: Root, run: str, record: ConfigRecord) -> bool:
 def _continued(root: Root, run: str, config: RunConfig) -> str:
     revisions = read_revisions(root, run)
     stored = read_config(root, run, revisions)
-    if changed := (
-        *changed_meaning(stored.config.meaning(), config.meaning()),
-        *changed_context(stored.config, config),
-    ):
+    changed = changed_meaning(stored.config.meaning(), config.meaning())
+    if changed := [*changed, *changed_context(stored.config, config)]:
         lines = "\n".join(f"  {line}" for line in changed)
         if revisions.settings():
             lines += f"\n  (revision {revisions.head}, the head, has set {', '.join(sorted(revisions.settings()))})"
