@@ -4,7 +4,6 @@ import functools
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 from pydantic import JsonValue
 from xxhash import xxh3_128_hexdigest
@@ -15,7 +14,7 @@ from storage.errors import InputError
 from storage.manifest import Manifest, Part
 from storage.upkeep.catalog import names
 from tasks.config.credentials import is_secret, referenced
-from tasks.config.identity import changed_meaning, fixed_by_prepare
+from tasks.config.identity import changed_meaning, changed_settings, fixed_by_prepare
 from tasks.config.model import ModelSection
 from tasks.config.others import KEYS, Other, other_model
 from tasks.config.run import RunConfig
@@ -74,23 +73,11 @@ def _check_settings(config: RunConfig, root: Root, run: str) -> None:
     stored, context = before.meaning(), changed_context(before, config)
     if not (lines := changed_meaning(stored, config.meaning()) + context) or corrections(root, run, config):
         return
-    changes = _changes(stored, config.meaning())
+    changes = {key: value for key, value in changed_settings(stored, config.meaning()).items() if not referenced(value)}
     changes |= {"engine.max_model_len": config.engine.max_model_len} if context else {}
     fork = fork_command(root, run, config, changes)
     repair = f"make a fork that has them:\n  {fork}" if fork else "start a new run with another --run"
     raise differs(root, run, "\n".join(f"  {line}" for line in lines), repair)
-
-
-def _changes(stored: Any, given: Any, prefix: str = "") -> dict[str, JsonValue]:
-    """The given values that differ, by dotted key."""
-    found: dict[str, JsonValue] = {}
-    for key in sorted({*stored, *given}):
-        old, new = stored.get(key), given.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            found |= _changes(old, new, f"{prefix}{key}.")
-        elif old != new and referenced(new) is None:
-            found[f"{prefix}{key}"] = new
-    return found
 
 
 def check_model(section: ModelSection, holder: Manifest, prefix: str = MODEL, key: str = MODEL_KEY) -> None:

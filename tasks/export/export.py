@@ -1,7 +1,5 @@
-"""Export: the weights of one iteration as a Hugging Face folder, from storage alone, proven by digests.
-
-Tensors stream from the stored state into the shards one at a time. Imports torch; Megatron is imported by the first
-export."""
+"""Export: the weights of one iteration as a Hugging Face folder, from storage alone, proven by digests. Tensors stream
+from the stored state into the shards one at a time. Imports torch; Megatron is imported by the first export."""
 
 import json
 import math
@@ -36,7 +34,6 @@ from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL, other_parts
 from tasks.stages.views import Served
 from trainer_core.config import Precision, decoder_of
-from trainer_core.lora import LoraConfig
 from trainer_core.platform.platform import prepare
 from trainer_core.state.facts import CRITIC, needed_for_values, needed_for_weights
 from trainer_core.state.saved import SavedState
@@ -179,7 +176,10 @@ def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported
         target.begin()
         write_shards(target, {_ADAPTER: planned}, ((name, _bytes(factor)) for name, factor in weights.factors()))
     _write_card(root, chosen, target, state.facts.precision)
-    target.finish(_json(_adapter_config(lora, config.model.source)), _ADAPTER_CONFIG)
+    model = {"task_type": "CAUSAL_LM", "base_model_name_or_path": config.model.source, "inference_mode": True}
+    scale = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
+    content = {"peft_type": "LORA", **model, **scale, "lora_dropout": 0.0, "bias": "none"}
+    target.finish(_json(content), _ADAPTER_CONFIG)
     return _made(chosen, target, state.facts.precision, served, planned)
 
 
@@ -187,13 +187,6 @@ def _made(chosen: Chosen, to: ExportFolder, kind: Precision, digest: str, planne
     size, of_run = sum(tensor.bytes for tensor in planned), {"run": chosen.run, "iteration": chosen.iteration}
     about = {"weights_digest": digest, "tensors": len(planned), "bytes": size, "files": to.digests}
     return Exported(**of_run, folder=to.shown, precision=kind, **about)
-
-
-def _adapter_config(lora: LoraConfig, model: str | None) -> dict[str, object]:
-    """Content of peft's adapter_config.json."""
-    form = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "inference_mode": True}
-    scale = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
-    return {**form, **scale, "lora_dropout": 0.0, "bias": "none"}
 
 
 def export_as(root: Root, chosen: Chosen, target: ExportFolder, settings: ExportSettings) -> Exported:
@@ -290,7 +283,11 @@ def _write_texts(
     there = prepared.below(_folder(prepared, kind))
     others = {name: part for name, part in there.items() if name != _CONFIG and not is_weights(name)}
     texts = {name: read_part(root, part) for name, part in others.items()}
-    texts[_GENERATION] = _json(_generation(json.loads(texts.get(_GENERATION, b"{}")), model_config, prepared))
+    # generation settings of the model, with the stop tokens of the run
+    known = {key: model_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    used = {"eos_token_id": stop} if (stop := _stop_tokens(prepared)) else {}
+    generation = {**known, **json.loads(texts.get(_GENERATION, b"{}")), **used}
+    texts[_GENERATION] = _json({key: value for key, value in generation.items() if value is not None})
     for name, text in texts.items():
         target.write(name, text)
     _write_card(root, chosen, target, precision, kind)
@@ -303,13 +300,6 @@ def _write_card(
     lineage = of_weights(root, WORKFLOW, chosen.run, chosen.iteration)
     evaluated = chosen.find(Stage.EVALUATE, chosen.iteration)
     target.write(_CARD, model_card(config, lineage, prepared, evaluated, precision, kind).encode())
-
-
-def _generation(given: dict, model_config: dict, prepared: Manifest) -> dict[str, object]:
-    """Generation settings of the model, with the stop tokens of the run."""
-    known = {key: model_config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    used = {"eos_token_id": stop} if (stop := _stop_tokens(prepared)) else {}
-    return {key: value for key, value in {**known, **given, **used}.items() if value is not None}
 
 
 def _stop_tokens(prepared: Manifest) -> list[JsonValue]:

@@ -187,7 +187,14 @@ class Column:
             raise self.error(0, f"is of the type {column.type}, but {kind.words} is expected")
         if kind.alone and kind.columns(column.type):
             column = pa.FixedSizeListArray.from_arrays(column, 1)
-        return self._stored(column, lambda some: _validated(some.cast(kind.wide)))
+
+        def made(some: pa.Array) -> pa.Array:
+            cast = some.cast(kind.wide)
+            if kind.wide == _TEXT:
+                cast.validate(full=True)  # a file may hold bytes that are not UTF-8
+            return cast
+
+        return self._stored(column, made)
 
     def _stored[T: Sequence[Any] | pa.Array](self, values: T, make: Callable[[T], pa.Array]) -> pa.Array:
         try:
@@ -224,9 +231,3 @@ def _takes(found: pa.DataType, kind: Kind) -> bool:
         return kind.columns(found)
     listed = pa.types.is_list(found) or pa.types.is_large_list(found) or pa.types.is_fixed_size_list(found)
     return listed and (pa.types.is_null(found.value_type) or kind.columns(found.value_type))
-
-
-def _validated(column: pa.Array) -> pa.Array:
-    if column.type == _TEXT:
-        column.validate(full=True)  # a file may hold bytes that are not UTF-8
-    return column

@@ -1,7 +1,5 @@
-"""Import of samples as a run of their own: each file becomes an iteration of rollout and scores.
-
-Such a run has no model or prompts, so it cannot be continued. Its token ids must be those of the model that is to be
-trained on them."""
+"""Import of samples as a run of their own: each file becomes an iteration of rollout and scores. Such a run has no
+model or prompts, so it cannot be continued. Its token ids must be those of the model that is to be trained on them."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

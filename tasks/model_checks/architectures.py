@@ -1,6 +1,5 @@
-"""Supported architectures, sizes and divisions of models.
-
-The lists are data, because the registries are slow to import; a test compares them."""
+"""Supported architectures, sizes and divisions of models. The lists are data, because the registries are slow to
+import; a test compares them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -93,8 +93,8 @@ def check_fit(config: RunConfig, facts: Facts, device: Device, where: str) -> No
     if config.retrain is None and heads % parts:
         fact = f"the attention heads of {where} ({heads}) cannot be divided by engine.tensor = {parts}"
         raise InputError(f"{fact}: choose a smaller one")
-    if config.retrain is None and config.engine.quantization is not None:
-        _check_quantization(config.engine.quantization, facts, device, where)
+    if config.retrain is None and (wanted := config.engine.quantization) is not None:
+        _check_numbers_of_fp8(f'engine.quantization = "{wanted}"', facts, device, where)
     if config.train.fp8 is not None:
         _check_fp8(config.train.fp8, facts, device, where)
     if unused := without_effect(config.train, _without_experts(facts), "train."):
@@ -119,10 +119,6 @@ def _check_live(config: RunConfig, lora: LoraConfig, facts: Facts, device: Devic
     if lora.rank > LIVE_RANKS[-1]:
         fact = f"{given} serves adapters of rank {LIVE_RANKS[-1]} at most, and train.lora.rank is {lora.rank}"
         raise InputError(f"{fact}: lower it, or {repair}")
-
-
-def _check_quantization(wanted: str, facts: Facts, device: Device, where: str) -> None:
-    _check_numbers_of_fp8(f'engine.quantization = "{wanted}"', facts, device, where)
 
 
 def _check_fp8(wanted: str, facts: Facts, device: Device, where: str) -> None:

@@ -125,7 +125,9 @@ def check_judge(config: RunConfig, own: Facts, tokens: Callable[[], Backend], de
         fact = f"{folder} has a context of {context} tokens, but engines.judge.max_model_len is {longest}"
         raise InputError(f"{fact}: lower it, or choose another model")
     if scores:
-        _check_reach(config, longest)
+        if config.retrain is None and longest < (sampled := config.engine.max_model_len):
+            fact = f"engine.max_model_len = {sampled} lets samples grow beyond engines.judge.max_model_len = {longest}"
+            raise InputError(f"{fact}, and the reward model has no score for these: raise it to {sampled}")
         check_tokens(folder, facts, own, tokens(), "reward model")
     elif not folder.with_texts(TextCodec.from_directory).has_template:
         fact = f"the tokenizer of {folder} has no chat template, and a judge is asked by messages"
@@ -136,9 +138,3 @@ def judge_facts(config: RunConfig) -> Facts | None:
     """Content of a judge's config.json, unchecked; None without one. Raises InputError: it cannot be read."""
     section = other_model(config, "judge")
     return None if section is None else open_model(section, KEYS["judge"]).config()
-
-
-def _check_reach(config: RunConfig, longest: int) -> None:
-    if config.retrain is None and longest < (sampled := config.engine.max_model_len):
-        fact = f"engine.max_model_len = {sampled} lets samples grow beyond engines.judge.max_model_len = {longest}"
-        raise InputError(f"{fact}, and the reward model has no score for these: raise it to {sampled}")

@@ -1,7 +1,6 @@
 """Draws of a rollout: the next prompts, and with dynamic sampling further ones until enough groups have a spread of
-rewards (DAPO, arXiv 2503.14476, section 3.2).
-
-The scores of a draw are recorded before they decide about the next one, so a process that takes over draws the same."""
+rewards (DAPO, arXiv 2503.14476, section 3.2). The scores of a draw are recorded before they decide about the next one,
+so a process that takes over draws the same."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -52,11 +51,10 @@ class Groups:
 def drawn(work: Work, prepared: Prepared, cursor: int, first: int, count: int) -> list[Groups]:
     """The next `count` prompts of a rollout that begins after the first `cursor` and has drawn `first` so far, cut into
     pieces of `rollout.groups_per_part` groups."""
-    table, section = prompts(work.context, prepared, "train"), work.config.rollout
-    seed, data = work.config.run.seed, work.config.data
+    table, data = prompts(work.context, prepared, "train"), work.config.data
     sources = shares(prepared, data)
-    rows = draw(table.num_rows, cursor, first + count, seed, data.shuffle, sources)
-    repeats, size = repetitions(rows), section.groups_per_part
+    rows = draw(table.num_rows, cursor, first + count, work.config.run.seed, data.shuffle, sources)
+    repeats, size = repetitions(rows), work.config.rollout.groups_per_part
     places = [slice(start, min(start + size, len(rows))) for start in range(first, len(rows), size)]
     return [Groups(table.take(rows[place]), repeats[place], cursor + place.start) for place in places]
 

@@ -5,9 +5,8 @@ no lease: the run may go on meanwhile. Its name holds a digest of everything tha
 evaluation asked for twice is one, and one that was interrupted continues with the next part."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -52,20 +51,22 @@ def evaluation(context: RunContext, iteration: int, settings: EvaluationSettings
     complete) or PartMissing (its state is not kept)."""
     prepared = Prepared(context.need(0, Stage.PREPARE))
     served = Served(context.need(iteration, Stage.WEIGHT_SYNC))
-    defaults = {"max_tokens": context.config.rollout.max_tokens, "passing": _passing(context, iteration)}
+    own = context.find(iteration, Stage.EVALUATE)  # `evaluate.pass` may have changed since the start
+    used = None if own is None else own.facts.get(PASS)
+    condition = used if isinstance(used, str) and used != EXACT else context.config.evaluate.passing
+    defaults = {"max_tokens": context.config.rollout.max_tokens, "passing": condition}
     given = settings.model_dump(include=set(defaults), exclude_none=True)
     settings = settings.model_copy(update={**defaults, **given})
     check_passing(context.config.reward, settings.passing, "--pass")
     check_asked_prompts(context.config, context.root, prepared.manifest, settings)
-    work = partial(_perform, context, iteration, settings, prepared, served)
+
+    def work() -> Performed:
+        tries = context.tries(Stage.EVALUATE, iteration)
+        while True:
+            with tries:
+                return _performed(context, iteration, settings, prepared, served)
+
     return Evaluated(context.performer(Stage.EVALUATE, iteration, work, (prepared, served)).manifest)
-
-
-def _passing(context: RunContext, iteration: int) -> str | None:
-    """The condition of the run's own evaluation of the iteration: `evaluate.pass` may have changed since the start."""
-    own = context.find(iteration, Stage.EVALUATE)
-    used = None if own is None else own.facts.get(PASS)
-    return used if isinstance(used, str) and used != EXACT else context.config.evaluate.passing
 
 
 def stage_name(
@@ -76,15 +77,6 @@ def stage_name(
     scoring = settings_digest(config.model_dump(mode="json"), Stage.EVALUATE)
     decides = [settings.model_dump(mode="json"), prepared, served, scoring, dict(made_of)]
     return PREFIX + value_digest(decides)[:_NAME].translate(_LETTERS)
-
-
-def _perform(
-    context: RunContext, iteration: int, settings: EvaluationSettings, prepared: Prepared, served: Served
-) -> Performed:
-    tries = context.tries(Stage.EVALUATE, iteration)
-    while True:
-        with tries:
-            return _performed(context, iteration, settings, prepared, served)
 
 
 def _performed(
@@ -307,7 +299,9 @@ def figures(table: pa.Table, samples: int, passes: NDArray[np.bool_] | None) -> 
 def _of(kind: str, table: pa.Table, passes: NDArray[np.bool_] | None) -> dict[str, float]:
     """Figures of the greedy or of the sampled answers, all of them and those of each source."""
     rewards = _rewards(table)
-    groups = {kind: np.ones(len(rewards), np.bool_), **{f"{kind}/{name}": rows for name, rows in _by_source(table)}}
+    sources = np.asarray(table["source"].to_pylist(), dtype=object)
+    several = names if len(names := sorted(set(sources))) > 1 else []
+    groups = {kind: np.ones(len(rewards), np.bool_), **{f"{kind}/{name}": sources == name for name in several}}
     found: dict[str, float] = {}
     for name, rows in ((name, rows & np.isfinite(rewards)) for name, rows in groups.items()):
         if rows.any():
@@ -321,12 +315,6 @@ def _of(kind: str, table: pa.Table, passes: NDArray[np.bool_] | None) -> dict[st
         f"{kind}/errors": float(sum(reasons.count(reason) for reason in _ERRORS)),
         f"{kind}/truncated": float(table["finish_reason"].to_pylist().count("length")),
     }
-
-
-def _by_source(table: pa.Table) -> Iterable[tuple[str, NDArray[np.bool_]]]:
-    sources = np.asarray(table["source"].to_pylist(), dtype=object)
-    names = sorted(set(sources))
-    return [(name, sources == name) for name in names] if len(names) > 1 else []
 
 
 def _passes(sampled: pa.Table, samples: int, passes: NDArray[np.bool_]) -> dict[str, float]:

@@ -26,7 +26,12 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
     section = work.config.reward
     table = read_table(work.root, rollouts.manifest, ROLLOUT, _NEEDED)
     responses = scorable(work, prepared, table)
-    scored = _played(work, rollouts) if work.config.environment is not None else scored_before(work, rollouts)
+    if work.config.environment is not None:  # environments gave the scores, which are stored with the rollout
+        found = read_scores(read_part(work.root, rollouts.manifest.part(SCORES)))
+        sources = cast(Mapping[str, str], rollouts.manifest.facts.get(ENVIRONMENT))
+        scored = Scores([one.score for one in found], sources)
+    else:
+        scored = scored_before(work, rollouts)
     if scored is None:
         scored = score_responses(section, responses, judges=judges_of(work.context, prepared))
     scores = accepted(scored.scores, responses, section.max_failures, f"reward of iteration {work.iteration}")
@@ -38,13 +43,6 @@ def reward(work: Work, prepared: Prepared, rollouts: Rollouts) -> StageOutput:
         facts=_facts(work, scored.sources),
         metrics={"reward_mean": float(mean), "equal_groups": equal_groups(result), **metrics(scores)},
     )
-
-
-def _played(work: Work, rollouts: Rollouts) -> Scores:
-    """The scores that environments gave, which are stored with the rollout."""
-    sources = rollouts.manifest.facts.get(ENVIRONMENT)
-    found = read_scores(read_part(work.root, rollouts.manifest.part(SCORES)))
-    return Scores([one.score for one in found], cast(Mapping[str, str], sources))
 
 
 def _facts(work: Work, sources: Mapping[str, str]) -> dict[str, JsonValue]:

@@ -30,11 +30,9 @@ def sampling(work: Work, prepared: Prepared) -> Sampling:
 
 
 def sample_seed(run_seed: int, position: int, sample: int, again: int = 0, redrawn: int = 0) -> int:
-    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start.
-
-    Args:
-        again: the revision, if the rollout is done again with other seeds.
-        redrawn: how often the position was drawn before."""
+    """Seed of one sample: 62 bits of a hash of its place in the run. `position` counts prompts since the start; `again`
+    is the revision, if the rollout is done again with other seeds; the position was drawn so often before
+    (`redrawn`)."""
     place = f"{run_seed}/{position}/{sample}" + (f"/{again}" if again else "") + (f"+{redrawn}" if redrawn else "")
     digest = hashlib.blake2b(place.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2
@@ -64,12 +62,7 @@ def sample_table(work: Work, how: Sampling, columns: Mapping[str, pa.Array | pa.
     rows = len(columns["seed"])
     same = {name: pa.repeat(pa.scalar(value, ROLLOUT.field(name).type), rows) for name, value in values.items()}
     whole = {**same, **columns}
-    return pa.Table.from_arrays([_plain(whole[field.name], field.type) for field in ROLLOUT], schema=ROLLOUT)
-
-
-def _plain(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    chunked = column if isinstance(column, pa.ChunkedArray) else pa.chunked_array([column])
-    return chunked.cast(kind)
+    return pa.table({name: whole[name] for name in ROLLOUT.names}).cast(ROLLOUT)
 
 
 def rollout_metrics(table: pa.Table, seconds: float | None) -> dict[str, float]:

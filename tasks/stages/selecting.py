@@ -98,7 +98,9 @@ def rollouts(own: Root, section: RetrainSection) -> Iterator[Rollout]:
                 late = section.since is None or manifest.finished >= section.since
                 if late and origin not in seen:
                     seen.add(origin)
-                    yield _offered(own, source, manifest)
+                    seen_as, where = source.recorded.revisions, None if root.url == own.url else root.url
+                    reward = scores_of(root, WORKFLOW, manifest, seen_as)
+                    yield Rollout(root, where, manifest, reward, source.prompts_of(manifest), seen_as.head)
 
 
 def _wanted(source: _Run, place: Place, text: str) -> list[int]:
@@ -108,12 +110,6 @@ def _wanted(source: _Run, place: Place, text: str) -> list[int]:
         span = f"those of iterations {there[0]} to {there[-1]}" if there else "none at all"
         raise InputError(f"retrain.select {text!r}: the run has no such rollouts, only {span}")
     return wanted
-
-
-def _offered(own: Root, source: _Run, manifest: Manifest) -> Rollout:
-    seen, where = source.recorded.revisions, None if source.root.url == own.url else source.root.url
-    reward = scores_of(source.root, WORKFLOW, manifest, seen)
-    return Rollout(source.root, where, manifest, reward, source.prompts_of(manifest), seen.head)
 
 
 @dataclass(frozen=True)
