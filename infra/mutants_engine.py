@@ -139,8 +139,8 @@ ENGINE = (
         "engines-do-not-sleep",
         "engines keep the card's memory while the trainer trains, whatever `engine.sleep` says",
         "tasks/stages/train.py",
-        "    rest(work.context, prepared)\n",
-        "",
+        "        rest(work.context, prepared)\n        return _trained(",
+        "        return _trained(",
         ("tests/tasks/stages/test_train.py",),
     ),
     Mutant(

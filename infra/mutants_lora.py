@@ -76,8 +76,8 @@ LORA = (
         "adapter-of-before-is-served",
         "the adapter of the update before stays in the slot that is served",
         "tasks/engine/vllm/adapters.py",
-        "        manager.remove_adapter(old)\n",
-        "        adapter.id = old\n",
+        "                self._manager.remove_adapter(old)\n",
+        "                adapter.id = old\n",
         _LIVE,
     ),
     Mutant(

@@ -117,8 +117,8 @@ MEMORY = (
         "engines-that-sleep-start-beside-the-trainer",
         "engines that will sleep are started beside new trainer ranks, which hold weights and gradients",
         "tasks/stages/train.py",
-        "    if context.config.train.memory.in_use:\n",
-        "    if False:\n",
+        "work.config.warmup, work.config.train.memory.in_use\n",
+        "work.config.warmup, False\n",
         _TURNS,
     ),
 )

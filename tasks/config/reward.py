@@ -2,13 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, JsonValue, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, create_model, model_validator
 
 from tasks.config.credentials import literal_secrets
 from tasks.config.section import Section
 from trainer_core.marks import FUNCTION, RUNTIME
 
-Arguments = dict[str, JsonValue]
+
+def _by_reference(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The arguments. Raises ValueError: one looks like a secret, and is not given by reference."""
+    if found := [path.lstrip(".") for path in literal_secrets(arguments, "")]:
+        fact = f"{' and '.join(found)} would be stored with the run, and looks like a secret"
+        raise ValueError(f'{fact}: give it by reference, as "env:NAME", and export NAME')
+    return arguments
+
+
+Arguments = Annotated[dict[str, JsonValue], AfterValidator(_by_reference)]
 Weights = dict[str, FiniteFloat]
 _DEFAULT = "exact_match"
 
@@ -41,11 +50,6 @@ class RewardFunction(Section):
     def key(self) -> str:
         """The setting that names it, for messages."""
         return f"reward.functions ({self.name}): function" if self.name else "reward.function"
-
-    @field_validator("arguments")
-    @classmethod
-    def _no_secrets(cls, arguments: Arguments, info: ValidationInfo) -> Arguments:
-        return by_reference(arguments, f"arguments of reward.functions {info.data.get('name', '')}")
 
 
 class RewardSection(_Tried):
@@ -80,11 +84,6 @@ class RewardSection(_Tried):
     """Scoring processes; 0 scores in the calling process, which only built-in functions that cannot hang do: others get
     one process."""
 
-    @field_validator("arguments")
-    @classmethod
-    def _no_secrets(cls, arguments: Arguments) -> Arguments:
-        return by_reference(arguments, "reward.arguments")
-
     @model_validator(mode="after")
     def _one_form(self) -> "RewardSection":
         if not self.functions:
@@ -106,14 +105,6 @@ class RewardSection(_Tried):
         """The functions, also if it is one, whose name is then empty."""
         given = {key: dict(self)[key] for key in ("function", "arguments", "weights", "batch")}
         return self.functions or (RewardFunction.model_construct(name="", weight=1.0, **given),)
-
-
-def by_reference(arguments: Arguments, place: str) -> Arguments:
-    """The arguments. Raises ValueError: one looks like a secret, and is not given by reference."""
-    if found := list(literal_secrets(arguments, place)):
-        fact = f"{' and '.join(found)} would be stored with the run, and looks like a secret"
-        raise ValueError(f'{fact}: give it by reference, as "env:NAME", and export NAME')
-    return arguments
 
 
 class EnvironmentSection(Section):
@@ -151,8 +142,3 @@ class EnvironmentSection(Section):
     memory_mib: Annotated[int | None, RUNTIME] = Field(default=None, ge=16)
     """MiB that each process of an environment may allocate beyond what its import has. An allocation that fails is a
     failure, and no reward. By default nothing limits it."""
-
-    @field_validator("arguments")
-    @classmethod
-    def _no_secrets(cls, arguments: Arguments) -> Arguments:
-        return by_reference(arguments, "environment.arguments")

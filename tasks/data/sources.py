@@ -150,7 +150,10 @@ def _generated(order: _Order, section: GeneratedAddition) -> Prompts:
 def _read(order: _Order, table: str) -> Prompts:
     """One table from its sources."""
     sources = order.config.data.sources(table)
-    names, known = _names(sources, table), _Known()
+    names, known = [name_of(source) for source in sources], _Known()
+    same = next((name for name in names if names.count(name) > 1), None)
+    if len(names) > 1 and same is not None:
+        raise InputError(f"data.{table}: two sources are called {same!r}: give each its own name")
     made = mapped(_batches(order, table, names, known))
     if (name := twice(made)) is not None:
         places = " and ".join(itertools.islice(_places(order, table, names, name), 2))
@@ -200,14 +203,6 @@ def _places(order: _Order, table: str, names: Sequence[str], wanted: str) -> Ite
 def _qualifier(names: Sequence[str], name: str) -> str:
     """Prefix of the ids of a source."""
     return "" if len(names) == 1 else f"{name}/"
-
-
-def _names(sources: Sequence[DataSource], table: str) -> list[str]:
-    names = [name_of(source) for source in sources]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if len(names) > 1 and twice is not None:
-        raise InputError(f"data.{table}: two sources are called {twice!r}: give each its own name")
-    return names
 
 
 def _with_held_out(made: Prompts, count: int, seed: int) -> Prompts:

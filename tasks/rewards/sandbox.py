@@ -107,8 +107,9 @@ def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
         heard, ready = _pipe(open_files)
         told, telling = _pipe(open_files)
         options = _options(limits, source.fileno(), telling.fileno())
+        launch = launcher(f"{ready.fileno()}", bounds(limits) | {"NPROC": limits.processes}, "-I", "-S")
         running = subprocess.Popen(
-            [bubblewrap, *options, *_launch(limits, ready.fileno())],
+            [bubblewrap, *options, os.path.realpath(sys.executable), "-I", "-S", "-c", launch],
             stdin=entered,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -167,11 +168,6 @@ def _python() -> Iterator[str]:
         for folder in reversed(python.parents[:-1]):
             yield from ("--perms", "0755", "--dir", str(folder))
         yield from ("--ro-bind", str(python), str(python))
-
-
-def _launch(limits: ProgramLimits, ready: int) -> list[str]:
-    text = launcher(f"{ready}", bounds(limits) | {"NPROC": limits.processes}, "-I", "-S")
-    return [os.path.realpath(sys.executable), "-I", "-S", "-c", text]
 
 
 def bounds(limits: ProgramLimits) -> dict[str, int]:

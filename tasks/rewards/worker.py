@@ -139,7 +139,9 @@ class Keeper:
                 if not cold and beyond_s > deadline_s:
                     continue  # it may be the first that loads something: again, with the time for that
                 self._allowance_s /= 2 if cold else 1
-                return _line(status="failed", reason="timeout", detail=_late(deadline_s, patience_s))
+                more = f", nor within {patience_s - deadline_s:.3g} s more, which the first calls of a process have"
+                late = f"no score within {deadline_s:g} s" + (more if patience_s > deadline_s else "")
+                return _line(status="failed", reason="timeout", detail=late)
             if cold:
                 self._needed_s = max(self._needed_s, 2 * (time.monotonic() - begun - deadline_s))
             return answer
@@ -208,11 +210,6 @@ def _write(descriptor: int, data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
-
-
-def _late(deadline_s: float, patience_s: float) -> str:
-    more = f", nor within {patience_s - deadline_s:.3g} s more, which the first calls of a process have"
-    return f"no score within {deadline_s:g} s" + (more if patience_s > deadline_s else "")
 
 
 def _line(**values: Any) -> bytes:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from storage.parts import read_parts, read_table
 from storage.schema import ROLLOUT, SELECTION, TRAINER
-from tasks.stages.context import RunContext, await_start
+from tasks.stages.context import await_start
 from tasks.stages.held_state import ensure_reference, ensure_state, resume, saved, stores, trainers
 from tasks.stages.names import Stage
 from tasks.stages.prepared import prompts
@@ -16,7 +16,6 @@ from tasks.stages.served_weights import rest
 from tasks.stages.stage import StageOutput, Work, stage
 from tasks.stages.training_set import NAMES, Teach, TrainingSet, by_token, of_rollout, of_selection, taught
 from tasks.stages.views import TRAINER_TABLE, Prepared, Rescored, Rewards, Rollouts, Selected, Trained
-from tasks.workers.interface import TrainerGroup
 from trainer_core.batches.reading import solved_examples
 
 
@@ -66,8 +65,12 @@ def _trained(
 def warm_up(work: Work, prepared: Prepared) -> StageOutput:
     """Import the model into the trainer, take `warmup.steps` supervised steps and save the state. The saved state holds
     a fresh optimizer: the warm-up's moments and schedule do not carry over into RL."""
-    section = work.config.warmup
-    group = _beside_engines_at_rest(work.context, prepared)
+    section, turns = work.config.warmup, work.config.train.memory.in_use
+    if turns:  # there is no room for an engine beside new ranks, which hold weights and gradients
+        rest(work.context, prepared)
+    group = trainers(work.context, prepared)
+    if not turns:  # the start of the ranks has begun that of the engines
+        rest(work.context, prepared)
     await_start(work.context, group, "the trainer ranks", group.identity)
     group.import_model()
     metrics: dict[str, float] = {}
@@ -75,14 +78,3 @@ def warm_up(work: Work, prepared: Prepared) -> StageOutput:
         examples = solved_examples(prompts(work.context, prepared, "warmup"))
         metrics = group.train_supervised(examples, section.steps, section.batch_size, section.optimizer)
     return saved(work, group, {"cursor": 0}, metrics)
-
-
-def _beside_engines_at_rest(context: RunContext, prepared: Prepared) -> TrainerGroup:
-    """The trainer ranks, which may use the whole card. Starting them starts the engines as well, at the same time; but
-    where both take turns there is no room for an engine beside new ranks, which hold weights and gradients."""
-    if context.config.train.memory.in_use:
-        rest(context, prepared)
-        return trainers(context, prepared)
-    group = trainers(context, prepared)
-    rest(context, prepared)
-    return group

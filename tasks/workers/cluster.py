@@ -169,8 +169,12 @@ def _attach(address: str) -> None:
         keep_loopback()  # or Ray replaces the host by an address where such a cluster does not listen
     if maybe_enable_token_auth_if_token_available(warn_if_disabled=False):
         refuse_open(address)
-    elif not near:
-        _refuse_unless_opted_out(address)
+    elif not near and not chooses_ray_authentication():  # no token, and nobody has said that none is wanted
+        raise InputError(
+            f"the Ray cluster at {address} is to be used without a token, so whoever reaches that address can run code "
+            "on all its hosts: start Ray with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on each host and export both "
+            "here, or export RAY_AUTH_MODE=disabled if the network is yours alone"
+        )
 
     def attach() -> Any:
         return ray.init(address=address, namespace=NAMESPACE, log_to_driver=True, logging_level=logging.ERROR)
@@ -180,16 +184,6 @@ def _attach(address: str) -> None:
         _within(_ATTACH_DEADLINE_S, attach, late)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(f"cannot attach to the Ray cluster at {address} ({first_line(error)}): {repair}") from error
-
-
-def _refuse_unless_opted_out(address: str) -> None:
-    """Raises InputError: there is no token, and nobody has said that none is wanted."""
-    if not chooses_ray_authentication():
-        raise InputError(
-            f"the Ray cluster at {address} is to be used without a token, so whoever reaches that address can run code "
-            "on all its hosts: start Ray with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on each host and export both "
-            "here, or export RAY_AUTH_MODE=disabled if the network is yours alone"
-        )
 
 
 def refuse_open(address: str) -> None:

@@ -64,13 +64,10 @@ class Lines:
             if (told := understood(text)) is not None and name == _TELLS:
                 self._counted(*told)
             if text and told is None and not _HARMLESS.search(text) and budget.spend(self._clock()):
-                self._show(name, text, budget)
-
-    def _show(self, name: str, text: str, budget: "_Budget") -> None:
-        if budget.left_out:
-            self._say(f"[{name}] ... {budget.left_out} lines left out")
-            budget.left_out = 0
-        self._say(without_secrets(f"[{name}] {text[:_LONGEST]}"))
+                if budget.left_out:
+                    self._say(f"[{name}] ... {budget.left_out} lines left out")
+                    budget.left_out = 0
+                self._say(without_secrets(f"[{name}] {text[:_LONGEST]}"))
 
 
 class _Budget:

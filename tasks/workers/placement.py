@@ -214,10 +214,13 @@ def rank_bytes(config: RunConfig, held: Parameters) -> int:
     return round((trained(config, held) * each + frozen * weight) / (parallel.tensor * parallel.pipeline))
 
 
-def engine_bytes(section: EngineSection | JudgeEngine, parameters: int) -> int:
-    """Memory of one engine: weights, and the key-value cache, which on a card takes what is free if it is not given."""
-    mib = section.kv_cache_mib
-    return parameters * WEIGHT[section.precision] + (KV_CACHE_BYTES_ON_CPU if mib is None else mib << 20)
+def engine_bytes(section: EngineSection | JudgeEngine, parameters: int, card: int | None = None) -> int:
+    """Memory of one engine: weights, and the key-value cache, which on a card takes what is free if it is not given. Of
+    a `card` with so many bytes it is then that of all engines that divide it."""
+    if section.kv_cache_mib is None and card is not None:
+        return round(section.gpu_memory_utilization * card)
+    cache = KV_CACHE_BYTES_ON_CPU if section.kv_cache_mib is None else section.kv_cache_mib << 20
+    return parameters * WEIGHT[section.precision] + cache
 
 
 def check_room(config: RunConfig, held: Parameters, place: Placement, judge: tuple[str, ...], card_bytes: int) -> None:
@@ -231,12 +234,12 @@ def check_room(config: RunConfig, held: Parameters, place: Placement, judge: tup
             found.append(_Taken(at_least, "a rank"))
         if workers[card] and not section.sleep:
             share = workers[card] / max(workers.values())
-            one = _engine_on_card(section, held.model // section.tensor, round(share * card_bytes))
+            one = engine_bytes(section, held.model // section.tensor, round(share * card_bytes))
             size = one if section.kv_cache_mib is None else one * workers[card]
             found.append(_Taken(size, f"engines with engine.{_limit(section)}"))
         if config.engines is not None and card in judge:
             asked = config.engines.judge
-            size = _engine_on_card(asked, held.judge, card_bytes)
+            size = engine_bytes(asked, held.judge, card_bytes)
             found.append(_Taken(size, f"the engine that judges with engines.judge.{_limit(asked)}"))
         if len(found) > 1 and sum(one.size for one in found) > card_bytes:
             raise InputError(_too_much(config.rollout.ahead * (card in place.ranks), card, found, card_bytes))
@@ -247,13 +250,6 @@ class _Taken(NamedTuple):
 
     size: int
     what: str
-
-
-def _engine_on_card(section: EngineSection | JudgeEngine, parameters: int, card_bytes: int) -> int:
-    """Memory of one engine; without a size of its key-value cache that of all engines that divide the card."""
-    if section.kv_cache_mib is None:
-        return round(section.gpu_memory_utilization * card_bytes)
-    return parameters * WEIGHT[section.precision] + (section.kv_cache_mib << 20)
 
 
 def _limit(section: EngineSection | JudgeEngine) -> str:

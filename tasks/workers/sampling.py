@@ -130,8 +130,7 @@ class _Shared:
     def _enqueue(self, number: int, engine: EngineHandle) -> None:
         batch, every = self._batches[number], None if self._growing is None else self._growing.every
         begun = self._begun[number] if any(len(one.tokens) for one in self._begun[number]) else ()
-        limit = {} if batch.max_tokens is None else {"max_tokens": batch.max_tokens}
-        how = self._how.model_copy(update=limit)
+        how = self._how.model_copy(update={} if batch.max_tokens is None else {"max_tokens": batch.max_tokens})
         engine.enqueue(number, batch.prompts, batch.seeds, how, begun, every, batch.name)
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -63,7 +64,8 @@ class Watch:
         """Compare where the call is with where it was."""
         if (call := self._call) is None:
             return
-        stack = tuple(_stack(sys._current_frames().get(call[2])))
+        running = sys._current_frames().get(call[2])
+        stack = tuple(frame for frame, _ in traceback.walk_stack(running)) if running else ()
         seen = (call[0], *((one.f_code, one.f_lasti) for one in stack))
         if seen != self._seen:
             self._seen, self._since, self._told = seen, self._clock(), False
@@ -77,18 +79,11 @@ class Watch:
             self.look()
 
 
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _places(stack: tuple[FrameType, ...]) -> str:
     """The innermost place, and the innermost ones of the project that have led there."""
     ours = [one for one in stack[1:] if _module(one).partition(".")[0] in _OURS]
-    return ", called by ".join(
-        f"{_module(one)}:{one.f_lineno} ({one.f_code.co_name})" for one in (stack[0], *ours[:_PLACES])
-    )
+    some = (stack[0], *ours[:_PLACES])
+    return ", called by ".join(f"{_module(one)}:{one.f_lineno} ({one.f_code.co_name})" for one in some)
 
 
 def _module(frame: FrameType) -> str:

@@ -132,7 +132,11 @@ class AdapterUpdate:
             digests, held = named_digests(arrived), named_digests(self._scaled(arrived))
             hashed = time.perf_counter()
             self.written = True
-            _serve(self._manager, _adapter(next(self._ids), arrived, self._config))
+            adapter = _adapter(next(self._ids), arrived, self._config)
+            for old in list(self._manager.list_adapters()):
+                self._manager.remove_adapter(old)
+            self._manager.add_adapter(adapter)
+            self._manager.activate_adapter(adapter.id)
             loaded = time.perf_counter()
             self._check_landed(held)
         digest = hashed - got + time.perf_counter() - loaded
@@ -187,11 +191,3 @@ def _adapter(number: int, factors: Mapping[str, torch.Tensor], config: LoraConfi
         a, b = (factors[factor_name(module, kind)] for kind in "AB")
         loras[module] = LoRALayerWeights(module, config.rank, cast(int, config.alpha), a, b.clone())
     return LoRAModel(number, config.rank, loras)
-
-
-def _serve(manager: LoRAModelManager, adapter: LoRAModel) -> None:
-    """Put an adapter into the slot, in place of the one before."""
-    for old in list(manager.list_adapters()):
-        manager.remove_adapter(old)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(adapter.id)

@@ -143,7 +143,11 @@ def landing_of(layers: Layers) -> Landing | None:
             (name, parameter): tuple(tensor.shape) for parameter, tensor in loadable.items() if parameter not in shared
         }
         for part in found:
-            _enter(table, part)
+            key = (part.place.layer, part.place.parameter)
+            if part.name is not None:
+                table.places[part.name] = part.place
+            elif key in table.shapes:
+                table.padding[key] = table.padding.get(key, 0) + _volume(part.place.into)
     return table
 
 
@@ -165,21 +169,15 @@ def own_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
 
 
-def named_tensors(layers: Layers) -> Iterator[tuple[str, torch.nn.Module, torch.Tensor]]:
-    """Every parameter by each of its names, with the module that holds it."""
-    for path, layer in layers.items():
-        for name, tensor in own_parameters(layer).items():
-            yield f"{path}.{name}" if path else name, layer, tensor
-
-
 def loaded_parameters(layers: Layers) -> Iterator[str]:
     """Names of all parameters that come from a checkpoint, the first name of each."""
-    every = list(named_tensors(layers))
-    passed = {id(tensor) for _, layer, tensor in every if isinstance(layer, MLAAttention)}  # derived from others
-    for name, _, tensor in every:
-        if id(tensor) not in passed:
-            passed.add(id(tensor))
-            yield name
+    derived = [own_parameters(layer) for layer in layers.values() if isinstance(layer, MLAAttention)]
+    passed = {id(tensor) for own in derived for tensor in own.values()}
+    for path, layer in layers.items():
+        for name, tensor in own_parameters(layer).items():
+            if id(tensor) not in passed:
+                passed.add(id(tensor))
+                yield f"{path}.{name}" if path else name
 
 
 def loadable_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -196,14 +194,6 @@ class Part:
 
     name: str | None
     place: Place
-
-
-def _enter(table: Landing, part: Part) -> None:
-    key = (part.place.layer, part.place.parameter)
-    if part.name is not None:
-        table.places[part.name] = part.place
-    elif key in table.shapes:
-        table.padding[key] = table.padding.get(key, 0) + _volume(part.place.into)
 
 
 def _parts(layer: torch.nn.Module, name: str, tensors: dict[str, torch.Tensor]) -> list[Part] | None:
