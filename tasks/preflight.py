@@ -41,8 +41,7 @@ def check_continued(config: RunConfig, root: Root, prepared: Prepared, selected:
 
 
 def check_others(config: RunConfig, prepared: Manifest) -> None:
-    """Refuse a teacher, a judge, or a model that a critic begins with, that is not the one that was stored. Raises
-    InputError."""
+    """Refuse a teacher, a judge, or a critic's first model that is not the stored one. Raises InputError."""
     for kind in KEYS:
         if kind != "teacher" or config.retrain is None:  # a selection stores its own
             _check_other(config, prepared, kind)

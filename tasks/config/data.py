@@ -155,9 +155,8 @@ class DataSection(Section):
     leave_out: tuple[str, ...] = ()
     """Fields that records are without, for rewards too: those with values that JSON does not have, such as dates."""
     accept: Annotated[tuple[Literal["blanks", "end"], ...], RUNTIME] = ()
-    """Changes that the chat template may make to a trained turn, which is refused otherwise: `blanks`, it leaves those
-    around the answer out; `end`, it closes the turn without a stop token, and the first stop token is trained
-    instead."""
+    """Changes that the chat template may make to a trained turn, refused otherwise: `blanks`, it leaves those around
+    the answer out; `end`, it closes the turn without a stop token, and the first stop token is trained instead."""
     download: Annotated[bool, RUNTIME] = False
     """Download data sets of the hub; otherwise only its cache on this machine is searched."""
     overlong: Literal["refuse", "drop"] = "refuse"

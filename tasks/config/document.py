@@ -116,8 +116,7 @@ def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def apply_override(document: dict[str, Any], override: str) -> None:
     """Put `section.key=value` into a parsed document. Another type of a table removes the keys of the one it had, and a
-    0 that switches something off its settings. Raises InputError: it has another form, or names a value as a
-    section."""
+    0 that switches something off its settings. Raises InputError: it has another form, or has a value as a section."""
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys):

@@ -98,8 +98,7 @@ def leaves(document: Document, prefix: str = "") -> dict[str, JsonValue]:
 
 
 def changed_settings(before: Document, after: Document, prefix: str = "") -> dict[str, JsonValue]:
-    """The settings that make `before` equal `after`, by `section.key`. A document lacks keys that are left out at their
-    default, such as `train.lora`."""
+    """The settings that make `before` equal `after`, by `section.key`. Keys left out at their default are not there."""
     kind = key_at(RunConfig, prefix.removesuffix("."))
     if set(before) != set(after) and prefix and (kind is None or len(kind.models) != 1):
         return {prefix.removesuffix("."): dict(after)}  # a table of another kind, as of another algorithm

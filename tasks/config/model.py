@@ -1,5 +1,4 @@
-"""The tables `[model]`, what is trained, and `[engines.ROLE]`, engines beside those that sample. Teacher, critic and
-judge are read in the same way."""
+"""The tables `[model]`, also read for teacher, critic and judge, and `[engines.ROLE]`, engines that do not sample."""
 
 from typing import Annotated
 
@@ -72,8 +71,7 @@ class JudgeEngine(Section):
     """Longest question with its answer, or prompt with its response, in tokens. What is longer has no score, so it
     decides results: only a new run may change it."""
     max_num_seqs: Annotated[int, RUNTIME] = Field(default=64, ge=1)
-    """Answers decoded together; or, on a card that need not repeat its results, samples that a reward model reads
-    together."""
+    """Answers decoded together; or samples read together by a reward model, on a card that need not repeat results."""
     kv_cache_mib: Annotated[int | None, RUNTIME] = Field(default=None, ge=1)
     """Its key-value cache, MiB. By default what `gpu_memory_utilization` leaves; on CPU 128."""
     gpu_memory_utilization: Annotated[float, RUNTIME] = Field(default=0.3, gt=0, le=1)

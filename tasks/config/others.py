@@ -17,8 +17,7 @@ KEYS: Mapping[Other, str] = {
 
 
 def other_model(config: RunConfig, kind: Other) -> ModelSection | None:
-    """The model of this kind, which is found and fetched as that of the run; None if there is none, as of a critic that
-    begins with the policy."""
+    """The model of this kind, found and fetched as the run's; None without one (a critic may begin with the policy)."""
     distill, engines, critic = config.train.policy.distill, config.engines, config.train.critic
     sources = {
         "teacher": distill and distill.teacher,

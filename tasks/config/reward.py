@@ -53,8 +53,7 @@ class RewardFunction(Section):
 
 
 class RewardSection(_Tried):
-    """Scoring of responses by a function `(record, response)`, or `(record, response, sample)`, which returns a number
-    or a table of named numbers."""
+    """Scoring by a function `(record, response)` or `(record, response, sample)`: a number, or several by name."""
 
     function: Annotated[str, FUNCTION] = _DEFAULT
     """Name of an entry point in the group `ratchet.rewards`, `package.module:function`, or `file.py:function` with a
@@ -81,8 +80,7 @@ class RewardSection(_Tried):
     that gives a score: what a function imports or loads when it is called is not charged to a sample. A later call that
     is late is repeated once in a new process, with that time."""
     processes: Annotated[int, RUNTIME] = Field(default=0, ge=0)
-    """Scoring processes; 0 scores in the calling process, which only built-in functions that cannot hang do: others get
-    one process."""
+    """Scoring processes; 0 scores in the calling one: built-in functions that cannot hang do, others get a process."""
 
     @model_validator(mode="after")
     def _one_form(self) -> "RewardSection":

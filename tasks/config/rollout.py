@@ -59,8 +59,7 @@ class RolloutSection(Section):
     """Moment at which responses get new weights: `between` samples, or `in-flight`, where a rollout goes on with the
     responses that the one before it has left open. Needs `ahead`."""
     pause_tokens: int = Field(default=256, ge=1, exclude_if=lambda value: value == 256)
-    """With `in-flight` updates all open responses grow by so many tokens, and then pause: the rollout ends there if
-    enough groups are complete."""
+    """With `in-flight` updates open responses grow by so many tokens, then pause: enough groups end the rollout."""
     open_prompts: int | None = Field(default=None, ge=2, exclude_if=operator.not_)
     """Prompt groups in flight with `in-flight` updates, those of the iteration included. By default twice `prompts`."""
     max_staleness: int | None = Field(default=None, ge=0, exclude_if=lambda value: value is None)

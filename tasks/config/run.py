@@ -72,8 +72,7 @@ class SyncSection(Section):
     """Allowed mean |engine - trainer| over the probe tokens, nat. By default 0.001 if both compute in fp32,
     0.2 with FP8 on one side, else 0.03."""
     max_difference: float | None = Field(default=None, gt=0)
-    """Allowed largest |engine - trainer|, nat. By default 0.005 if both compute in fp32, 1.4 with FP8 on one side, else
-    0.1."""
+    """Allowed largest |engine - trainer|, nat: by default 0.005 if both are fp32, 1.4 with FP8 on one side, or 0.1."""
 
 
 _PASS = (
@@ -113,8 +112,7 @@ class EngineSection(Section):
     """Cards of the engines: `shared`, from the first on, as the trainer's ranks; or their `own`, the next after the
     trainer's, one for each process. No effect on CPU."""
     max_model_len: int = Field(default=128, ge=8)
-    """Longest sequence, prompt and response, in tokens. With `[environment]` it ends conversations: only a fork may
-    change it."""
+    """Longest sequence, prompt and response, in tokens. Only a fork may change it if `[environment]` is given."""
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
     kv_cache_mib: int | None = Field(default=None, ge=1)
@@ -130,11 +128,9 @@ class EngineSection(Section):
     `live` engines get the frozen weights once and then the adapters alone, which vLLM's layers add. With dense models
     and ranks up to 512. It decides the last bits of what is sampled: only a new run may change it."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
-    """Share of the card the engines may use; those that share a card divide it, and the trainer needs the rest. No
-    effect on CPU."""
+    """Share of a card that engines may use, divided by those on it; the trainer needs the rest. No effect on CPU."""
     cuda_graphs: bool = True
-    """Capture CUDA graphs: faster steps, but a start that takes a minute longer. No effect on CPU, or with
-    `device.deterministic`."""
+    """Capture CUDA graphs: faster steps, a start a minute longer. No effect on CPU or with `device.deterministic`."""
     async_scheduling: bool = True
     """Schedule a step while the one before computes. No effect on CPU, or with `device.deterministic`."""
     sleep: bool = False
@@ -170,8 +166,7 @@ class EngineSection(Section):
 
 
 class WorkersSection(Section):
-    """Deadlines after which processes that compute count as lost, and others that wait for their places; they change no
-    result."""
+    """Deadlines after which computing processes are lost, and others that wait for places; they change no result."""
 
     standby: int = Field(default=0, ge=0)
     """Processes that have done their imports, 1 GB each, and wait for the place of a rank that dies; and as many for

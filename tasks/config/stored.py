@@ -81,8 +81,7 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
 
 
 def documents(root: Root, run: str, revisions: Revisions) -> dict[str, Document]:
-    """The configuration of each revision by its digest, also by former ones of the first; empty if there is one
-    alone."""
+    """Each revision's configuration by its digest, also by former ones of the first; empty if it is the only one."""
     first = read_config(root, run, revisions.seen(0))
     if not first.former and not any(rerun.settings for rerun in revisions.reruns):
         return {}

@@ -31,8 +31,7 @@ class Say:
 
     note: Callable[[str], None]  # takes a sentence, for people
     differ: Callable[[str, str], None]
-    """Takes a value of `data.accept` and a sentence: another text is trained than the answer. Raises InputError unless
-    that is accepted."""
+    """Takes a value of `data.accept` and a sentence: other text is trained. Raises InputError unless it is accepted."""
 
 
 @dataclass(frozen=True)

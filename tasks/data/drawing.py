@@ -39,8 +39,7 @@ def draw(
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Weights as the smallest whole numbers in proportion, to four decimals. Raises InputError: their sum is too
-    large."""
+    """Weights as the least whole numbers in proportion, to four decimals. Raises InputError: their sum is too large."""
     parts = [Fraction(str(weight)).limit_denominator(_EXACT) for weight in weights]
     common = math.lcm(*(part.denominator for part in parts))
     counts = [int(part * common) for part in parts]

@@ -54,8 +54,7 @@ class EngineSpec(Frozen):
     max_num_seqs: int = Field(default=512, ge=1)
     """Sequences decoded together."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Size of the key-value cache of a card in bytes; None takes what `gpu_memory_utilization` leaves on CUDA, and
-    `KV_CACHE_BYTES_ON_CPU` on CPU."""
+    """Bytes of a card's key-value cache. None: what `gpu_memory_utilization` leaves, `KV_CACHE_BYTES_ON_CPU` on CPU."""
     device: Device = "cpu"
     """Device that computes."""
     gpu_memory_utilization: float = Field(default=0.4, gt=0, le=1)
@@ -156,8 +155,7 @@ class Finished(NamedTuple):
     """Version of the weights that the engine served when it began with the batch; None if that was stamped with none.
     Where an update keeps requests that are under way, their last tokens are of a later one."""
     cached: tuple[int, int] | None = None
-    """Tokens of the prompts that the prefix cache held, and those of one of its blocks; None of an engine that does not
-    tell."""
+    """Tokens of the prompts that the prefix cache held, and those of one of its blocks; None if it does not tell."""
 
 
 class Every(NamedTuple):

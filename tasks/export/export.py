@@ -216,8 +216,7 @@ def _live(root: Root, chosen: Chosen, weights: "StoredWeights", state: SavedStat
 
 
 def _kind(root: Root, chosen: Chosen, critic: bool) -> "Exporting":
-    """Purpose of an export: the critic is asked for, or else what the run trains. Raises InputError: the state does not
-    hold it."""
+    """Purpose of an export: the critic, or else what the run trains. Raises InputError: the state does not hold it."""
     scores = stored_config(root, chosen.run).train.policy.loss.trains_critic
     if (critic or scores) and not chosen.manifest(Stage.TRAIN).below(f"{STATE}{CRITIC}/"):
         which = f"iteration {chosen.iteration} of run {chosen.run!r}"

@@ -70,8 +70,7 @@ class Local:
 
 @contextmanager
 def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
-    """Local copies of files while the block lasts. Raises InputError: one is of another form, named twice or
-    missing."""
+    """Local copies while the block lasts. Raises InputError: a file has another form, is named twice or is missing."""
     if (twice := next((file for file in files if files.count(file) > 1), None)) is not None:
         raise InputError(f"{twice} is named twice, so its samples would be there twice: name it once")
     with scratch() as folder:
@@ -146,8 +145,7 @@ class Column:
     called: str  # its name in the file
 
     def array(self) -> pa.Array:
-        """Values in the wide type of their kind. Raises InputError, naming the sample: one is null or of another
-        kind."""
+        """Values in the wide type of their kind. Raises InputError, with the sample: one is null or of another kind."""
         found = self.batch.columns[self.called]
         made = self._of_column(found) if isinstance(found, pa.Array) else self._of_values(found)
         if not KINDS[self.name].optional:

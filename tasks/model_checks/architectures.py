@@ -1,5 +1,4 @@
-"""Supported architectures, sizes and divisions of models. The lists are data, because the registries are slow to
-import; a test compares them."""
+"""Supported architectures, sizes and divisions of models, as data: registries import slowly. A test compares."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

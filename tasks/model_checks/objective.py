@@ -88,8 +88,7 @@ def check_beside(
 
 
 def other_parameters(config: RunConfig, kind: Other) -> int:
-    """The number of weights of another model of the run; 0 without one. Raises InputError: its files cannot be
-    listed."""
+    """The number of weights of another model of the run, or 0. Raises InputError: its files cannot be listed."""
     if (section := other_model(config, kind)) is None:
         return 0
     return count_parameters(section, open_model(section, KEYS[kind]).document("config.json"))

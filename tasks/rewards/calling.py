@@ -39,8 +39,7 @@ class Caller:
         batch: bool,
         caught: type[BaseException] = Exception,
     ) -> None:
-        """Raises NotCallable if the function cannot be called so. Errors of the kind `caught` that it raises are
-        recorded."""
+        """Raises NotCallable: the function cannot be called so. Its errors of the kind `caught` are recorded."""
         self._function, self._arguments, self._weights = function, dict(arguments), weights
         self._caught = caught
         self._loop: asyncio.Runner | None = None
@@ -48,8 +47,7 @@ class Caller:
         self.batched, self.wants_sample = batch, self._parameters.wants_sample
 
     def one(self, record: Mapping[str, Any], response: str, sample: Sample | None) -> Score:
-        """Score one response; an error that the function raises, or a result that is no number, is recorded and no
-        score."""
+        """Score one response; an error of the function, or a result that is no number, is recorded and no score."""
         try:
             return self._score(self._call(record, response, sample))
         except self._caught as error:
@@ -105,8 +103,7 @@ class Parameters:
 
 
 def parameters_of(function: Callable[..., Any], arguments: Mapping[str, Any], batch: bool) -> Parameters:
-    """The parameters of a function that can be called with these keyword arguments. Raises NotCallable: it cannot, with
-    the signatures that are known."""
+    """The parameters of a function to call with these keyword arguments. Raises NotCallable: it cannot be called so."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions in C

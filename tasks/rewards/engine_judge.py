@@ -83,8 +83,7 @@ class Questions:
 class EngineJudge:
     """The engine of `[engines.judge]`."""
 
-    model: str
-    """Identity of its weights, tokenizer and precision."""
+    model: str  # identity of its weights, tokenizer and precision
     longest: int  # question and answer, in tokens
     questions: Questions
     read: Callable[[], TextCodec]

@@ -33,8 +33,7 @@ _TRANSIENT = (408, 409, 425, 429)
 
 
 class Unanswered(Exception):
-    """A question that has no answer; `after_s` is the time to wait that the address asks for, and a `final` failure
-    would only repeat itself."""
+    """A question without an answer. `after_s`: the wait that the address asks for; if `final`, it would fail again."""
 
     def __init__(self, score: Score, after_s: float = 0.0, final: bool = False) -> None:
         super().__init__(score.detail)
@@ -259,8 +258,7 @@ class Judges:
     """Exchanges and engine of the judges of a run."""
 
     exchanges: RunExchanges | Remembered = field(default_factory=Remembered)
-    engine: Respondent | None = None
-    """The run's engine for a judge without a URL; None if it has none."""
+    engine: Respondent | None = None  # the run's engine for a judge without a URL; None if it has none
     model: RewardModel | None = None
     """The reward model that this engine serves in place of a judge; None if there is none."""
 

@@ -34,8 +34,7 @@ def check_passing(section: RewardSection, given: str | None, key: str) -> None:
 
 
 def check_components(scores: Sequence[Score], given: str | None, key: str) -> None:
-    """Refuse a condition that names a component which none of some scores has. Raises InputError: with the components
-    there are."""
+    """Refuse a condition with a component that none of some scores has. Raises InputError: with those there are."""
     there = {name for score in scores for name in score.components or ()}
     if given is not None and any(score.reward is not None for score in scores):
         _check_named(given, key, _parsed(given, key).keys - there, sorted(there))

@@ -62,8 +62,7 @@ def own_function(target: Target) -> Callable[..., Any]:
 
 
 def values_of(arguments: Mapping[str, Any], key: str = "reward.arguments") -> dict[str, Any]:
-    """The arguments with each `env:NAME` replaced by that variable of this process's environment. Raises InputError: a
-    variable is not set."""
+    """The arguments, each `env:NAME` replaced by that environment variable. Raises InputError: one is not set."""
     return {name: resolve(value, f"{key}.{name}") for name, value in arguments.items()}
 
 

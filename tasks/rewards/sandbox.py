@@ -76,8 +76,7 @@ class Ran:
 
 
 def check_sandbox() -> None:
-    """Run a program in the sandbox. Raises InputError: it cannot be had on this machine; with the reason and a
-    repair."""
+    """Run a program in the sandbox. Raises InputError: it cannot be had on this machine, with reason and repair."""
     if shutil.which("bwrap") is None:
         raise InputError(
             "programs of the policy run only in a sandbox, and bubblewrap is not installed: "

@@ -27,8 +27,7 @@ class Scores:
     scores: list[Score | None]
     """In the order of the responses; None where scoring ended before, because too many had failed."""
     sources: Mapping[str, str]
-    """By name of a function: the digest of its file and of the user's own files that it imports, or the version of one
-    of ours."""
+    """By name of a function: the digest of its file and of the user's own that it imports, or the version of ours."""
 
 
 def score_responses(
@@ -49,8 +48,7 @@ def score_responses(
 
 
 def sources_of(section: RewardSection) -> dict[str, str]:
-    """Digests of the functions, by name, as scores made now would record them. A file with imports is imported for it.
-    Raises as `score_responses`."""
+    """Digests of the functions by name, as recorded with scores made now, by importing. Raises as `score_responses`."""
     return _by_function(section, {part.name: _source(order_of(section, part)) for part in section.parts})
 
 

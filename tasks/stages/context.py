@@ -55,8 +55,7 @@ class Portion:
 
 
 class Page:
-    """The page of a run for people, which nobody follows here. Methods of subclasses do not wait long, and do not raise
-    what would end the run."""
+    """A run's page for people, here without any. Methods do not wait long, and raise nothing that would end the run."""
 
     def iteration(self, number: int) -> AbstractContextManager[object]:
         """Encloses the stages of an iteration."""

@@ -1,5 +1,4 @@
-"""Stage `evaluate`: greedy answers to held-out prompts with the weights just served, or conversations. It changes
-nothing."""
+"""Stage `evaluate`: greedy answers or conversations of held-out prompts with the weights just served; no change."""
 
 from collections.abc import Mapping, Sequence
 

@@ -50,8 +50,7 @@ class GroupInFlight:
     prompt_id: str
     prompt: TokenIds
     position: int
-    again: int
-    """Number of earlier draws of the position."""
+    again: int  # number of earlier draws of the position
     responses: tuple[ResponseInFlight, ...]
 
     @property
@@ -98,8 +97,7 @@ class Flight:
 
     @cached_property
     def sampled_as(self) -> str:
-        """Digest of what a response keeps to its end: the settings and numbers that it is sampled with, and its seed's
-        source."""
+        """Digest of what a response keeps to its end: its settings and numbers of sampling, and its seed's source."""
         config = self.work.config
         numbers = [config.engine.numbers, config.rollout.samples, config.run.seed]
         return value_digest([self.how.model_dump(mode="json"), *numbers])
@@ -176,8 +174,7 @@ class Flight:
         )
 
     def begin(self) -> list[GroupInFlight]:
-        """All groups in flight: complete ones in the order in which they were, and behind them the open ones by
-        position."""
+        """All groups in flight: complete ones in the order of completion, then the open ones by position."""
         again = [self._fresh(one.prompt_id, one.prompt, one.position, one.again + 1) for one in self.left_out]
         places = {one.position for one in again}
         go_on = [one for one in self._carried if one.position not in places]

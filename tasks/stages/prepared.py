@@ -36,8 +36,7 @@ def model_directory(context: RunContext, prepared: Prepared) -> Path:
 
 
 def store_other(writer: PartWriter, config: RunConfig, kind: Other) -> tuple[Part, ...]:
-    """Store another model of the run with a stage of iteration 0; nothing if there is none. Raises InputError: its
-    directory cannot be read."""
+    """Store another model of the run, if any, at iteration 0. Raises InputError: its directory cannot be read."""
     if (section := other_model(config, kind)) is None:
         return ()
     with scratch() as directory:

@@ -139,8 +139,7 @@ class _Sampler:
     def pieces(
         self, engines: list[EngineHandle], groups: list[Groups], told: Callable[[Piece], Piece], before: int
     ) -> list[Piece]:
-        """All pieces: read from storage if sampled before from the same inputs, else sampled now and stored, behind so
-        many of the rollout."""
+        """All pieces: read from storage if the same inputs were sampled before, else sampled and stored now."""
         pieces = {index: told(piece) for index, one in enumerate(groups) if (piece := self._kept(one)) is not None}
         missing = [index for index in range(len(groups)) if index not in pieces]
 

@@ -268,8 +268,7 @@ class Ranges:
     most_top_k: int = 0
     most_min_p: float = 0.0
     without_logprobs: int = 0  # samples whose log-probabilities are not known
-    route_bytes: set[int] = field(default_factory=set)
-    """Bytes of the routes of a token; 0 of a sample that has none."""
+    route_bytes: set[int] = field(default_factory=set)  # bytes of the routes of a token; 0 of a sample that has none
     ranked: bool = False  # two samples of a prompt have different scores
     rewards: float = 0.0
     scored: int = 0

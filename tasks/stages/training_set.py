@@ -33,10 +33,8 @@ class TrainingSet:
     """Samples of one iteration, and what is recorded about them."""
 
     samples: Samples
-    temperature: float
-    """Temperature at which they were drawn."""
-    last: int
-    """The last iteration of the run."""
+    temperature: float  # temperature at which they were drawn
+    last: int  # the last iteration of the run
     facts: dict[str, JsonValue]
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -56,8 +54,7 @@ def of_rollout(context: RunContext, rollouts: Rollouts, rewards: Rewards | None)
 def of_selection(
     context: RunContext, iteration: int, selected: Selected, rescored: Rescored | None, before: Trained
 ) -> tuple[TrainingSet, Part]:
-    """The share of a selection that an iteration trains on, with the scores of `rescored`, or those it has; and its
-    table."""
+    """An iteration's share of a selection, with the scores of `rescored` or those it has; and its table."""
     shares, section, scored = selected.shares, context.config.retrain, context.config.train.policy.needs_rewards
     assert section is not None, "a run without [retrain] has another loop"
     number = section.share(iteration, len(shares), context.config.run.seed)

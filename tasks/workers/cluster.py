@@ -236,8 +236,7 @@ def _within[T](deadline_s: float, work: Callable[[], T], late: RatchetError) -> 
 
 def _children_of_ray() -> list[psutil.Process]:
     """Children of this process that run from Ray's installation; others may be Prefect's or the user's. A word of the
-    command begins with that folder. Ray adds it to `sys.path`, so a fork server of the user's has it inside the code
-    that it was given."""
+    command begins with that folder: a fork server of the user's has it inside the code that it was given."""
     package = str(Path(ray.__file__).parent)
     children = psutil.Process().children()
     return [child for child in children if any(word.startswith(package) for word in _command(child))]

@@ -77,8 +77,7 @@ class Fleet(AbstractContextManager["Fleet", None]):
 
     @property
     def device(self) -> Device:
-        """The device of trainer and engines. Raises InputError: the configuration requests CUDA but no card is
-        visible."""
+        """The device of trainer and engines. Raises InputError: CUDA is configured, and no card is visible."""
         return self._cluster.settings.device(self._config.device.kind)
 
     def placement(self) -> Placement:

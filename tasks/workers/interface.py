@@ -173,8 +173,7 @@ class Workers(Protocol):
         ...
 
     def judge(self, model_dir: Path) -> EngineHandle:
-        """The engine of `[engines.judge]`, which serves the model in `model_dir`; one that has died is replaced. Raises
-        as `engines`."""
+        """The engine of `[engines.judge]` with this model; one that has died is replaced. Raises as `engines`."""
         ...
 
     def placement(self) -> Placement:

@@ -195,8 +195,7 @@ class Parameters(NamedTuple):
 
     model: int
     teacher: int = 0
-    critic: int = 0
-    """Of a critic that does not begin with the policy."""
+    critic: int = 0  # of a critic that does not begin with the policy
     judge: int = 0
 
 

@@ -53,12 +53,11 @@ def sample(
     growing: Growing | None = None,
 ) -> None:
     """Sample all batches, in any order, with weights of `version`, or any by default. `ready` is called with the number
-    of each batch and its completions (schema `COMPLETIONS`) as soon as they are there, in the context of the caller,
-    from one thread for each engine; `told` with the number of finished samples, a few times a second at most. An engine
-    gets no further batch while it has `ahead` samples in flight. By default responses are told when their batch is
-    finished. Raises WorkerLost (no engine is left; while there is one, it goes on with what the lost ones had),
-    SyncMismatch (as `EngineProtocol.generate`; or a batch was sampled by weights of another version) or InputError (as
-    `EngineProtocol.generate`)."""
+    of each batch and its completions (schema `COMPLETIONS`) as soon as they are there, in the caller's context, from
+    one thread for each engine; `told` with the number of finished samples, a few times a second at most. An engine gets
+    no further batch while it has `ahead` samples in flight. By default responses are told when their batch is finished.
+    Raises WorkerLost (no engine is left; while there is one, it goes on with what the lost ones had), SyncMismatch (as
+    `EngineProtocol.generate`; or other weights sampled a batch) or InputError (as `EngineProtocol.generate`)."""
     work = _Shared(engines, batches, how, ready, ahead, told, version, growing)
     if not batches:
         return

@@ -144,8 +144,7 @@ class AdapterUpdate:
         return Report(digests, len(held), self._plan.nbytes, seconds, held, {})
 
     def _scaled(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Contents that the slot must have: the factors, of which B is multiplied by alpha / rank, in the engine's
-        type."""
+        """Contents that the slot must have: the factors, B multiplied by alpha / rank, in the engine's type."""
         scale = self._config.alpha / self._config.rank
         factors = {name: one * scale if name.endswith(".lora_B.weight") else one for name, one in arrived.items()}
         return {name: one.to(self._slots[module_of(name)].of(name).dtype) for name, one in factors.items()}

@@ -15,8 +15,7 @@ _MAX_STEP_TOKENS = 4096  # of one forward step
 
 
 class Classifier(ValuesProtocol):
-    """vLLM's engine in this process. With `EngineSpec.together` a sequence is computed alone, so its value depends on
-    nothing else."""
+    """vLLM's engine in this process. With `EngineSpec.together` a value depends on its own sequence alone."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start the engine with the weights in `spec.model_dir`."""

@@ -127,8 +127,7 @@ class Core:
             self.asleep = False
 
     def forget_prompts(self) -> None:
-        """Empty the prefix cache. What is under way computes its part of the key-value cache again. Raises
-        SyncMismatch: vLLM refuses."""
+        """Empty the prefix cache: what is under way computes its part again. Raises SyncMismatch: vLLM refuses."""
         if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise SyncMismatch("vLLM did not empty its prefix cache, which holds values of the old weights; sync again")
 
@@ -208,8 +207,7 @@ def vllm_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def sampling_parameters(sampling: Sampling, seed: int, begun: int = 0, every: Every | None = None) -> SamplingParams:
-    """vLLM's sampling parameters of one response, of which `begun` tokens are there and whose others are told `every`
-    so often."""
+    """vLLM's sampling parameters of a response, of which `begun` tokens are there; others are told `every` so often."""
     told = {STOP_TEXTS: list(sampling.stop), BEGUN: begun, EVERY: every and tuple(every)}
     return SamplingParams(
         seed=seed,

@@ -181,8 +181,7 @@ def loaded_parameters(layers: Layers) -> Iterator[str]:
 
 
 def loadable_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters as they are before vLLM's post-processing, which may empty or repack them, or make
-    scales of them."""
+    """A module's parameters before vLLM's post-processing, which may empty or repack them, or make scales of them."""
     recorded, _ = get_layerwise_info(layer).restore_metadata
     own = own_parameters(layer).items()
     return {name: recorded.get(name, tensor) for name, tensor in own if name in recorded or name != "weight_scale"}
@@ -327,8 +326,7 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def landed_part(parameter: torch.Tensor, place: Place) -> torch.Tensor:
-    """View, in the tensor's shape, of the part of a tensor that a parameter of the table's shape holds; made in one
-    step."""
+    """View, in the tensor's shape, of the part of a tensor that a parameter of the table's shape holds, in one step."""
     strides = parameter.stride()
     first = sum(start * stride for (start, _), stride in zip(place.into, strides, strict=True))
     shape = place.shape if place.whole else [end - start for start, end in place.of]

@@ -1,5 +1,4 @@
-"""Three ways of loading arrived tensors into vLLM's live model, and what is found in its parameters afterwards. Imports
-torch and vLLM."""
+"""Three ways of loading arrived tensors into vLLM's live model, and their proof. Imports torch and vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,8 +91,7 @@ class _Loadable(Protocol):
 
 
 class InPlace:
-    """vLLM's loaders write into the live parameters, which kernels use as they are. CUDA graphs stay valid: storage is
-    never replaced."""
+    """vLLM's loaders write into the live parameters, which kernels use as they are; storage is never replaced."""
 
     keeps_views = False  # True if loaders may read a tensor later, so that it must not lie in an arena
 

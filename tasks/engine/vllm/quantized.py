@@ -82,8 +82,7 @@ def _names(path: str) -> tuple[str, str]:
 
 
 def _read_by_kernels(layer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers (N, K), which lie so that each row is one piece, and scales (N, 1), without the rows and columns by which
-    a kernel pads both."""
+    """Numbers (N, K), each row in one piece, and scales (N, 1), without the kernel's padding of rows and columns."""
     known = cast(Any, layer)
     rows, columns = known.output_size_per_partition, known.input_size_per_partition
     return known.weight.t()[:rows, :columns], known.weight_scale[:rows]

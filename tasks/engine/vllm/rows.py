@@ -1,5 +1,4 @@
-"""Requests that sample one token in each step, as columns of arrays: a step costs a few operations of NumPy for all of
-them. Imports numpy only."""
+"""Requests that sample one token in each step, as columns of NumPy arrays: a few operations a step for all of them."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

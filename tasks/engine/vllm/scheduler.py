@@ -259,9 +259,8 @@ class _Whole(Scheduler):
     def _take(
         self, output: SchedulerOutput, sampled: Samples
     ) -> tuple[dict[str, int], list[tuple[int, EngineCoreOutput]]]:
-        """Give the rows what a step sampled for them. Returns the requests of the step that are vLLM's, with their
-        numbers of tokens, and outputs of rows that ended or whose new tokens are due, with the number of their
-        client."""
+        """Give the rows what a step sampled for them. Returns vLLM's own requests of the step, with their numbers of
+        tokens, and outputs of rows that ended or whose new tokens are due, with the number of their client."""
         others, at, batch = output.num_scheduled_tokens, np.zeros(0, np.intp), np.zeros(0, np.intp)
         if sampled.planned is not None:
             at, still = self._rows.places(sampled.planned.serials)

@@ -64,8 +64,7 @@ class Survey:
 
     @cached_property
     def in_place(self) -> bool:
-        """True if kernels on a card use all parameters in the form and place in which loaders fill them, and the place
-        of each tensor is known."""
+        """True if all parameters are used on a card where loaders fill them, and the place of each tensor is known."""
         on_card = model_device(self.model).type == "cuda"
         return on_card and self.landing is not None and all(map(_used_as_loaded, self.layers.values()))
 

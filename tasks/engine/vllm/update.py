@@ -1,5 +1,4 @@
-"""One weight update inside a worker of vLLM: what is checked before, loaded during, and found afterwards. Imports torch
-and vLLM."""
+"""One weight update inside a worker of vLLM: checked before, loaded, and found afterwards. Imports torch and vLLM."""
 
 import time
 from collections import Counter
@@ -33,8 +32,7 @@ class Report:
     seconds: dict[str, float]  # time by what it was spent on
     parts: dict[str, str]
     """Digest of what the live parameters hold of each tensor, by name, if kernels use them as they were loaded."""
-    quantized: dict[str, str]
-    """Digest of all that kernels read as FP8 numbers and scales, by name."""
+    quantized: dict[str, str]  # digest of all that kernels read as FP8 numbers and scales, by name
 
 
 @dataclass(frozen=True)
