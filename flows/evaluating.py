@@ -27,9 +27,8 @@ from tasks.stages.names import Stage
 from tasks.stages.scored import judges_of
 from tasks.stages.views import Prepared
 from tasks.sync_check import CheckedSync, check_sync
-from tasks.workers.fleet import Fleet
+from tasks.workers.fleet import Fleet, engines_on
 from tasks.workers.hosts import transit
-from tasks.workers.remaining import engines_on
 
 
 def evaluate_weights(

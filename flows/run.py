@@ -36,11 +36,10 @@ from tasks.environments.hosting import host_processes
 from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
-from tasks.workers.fleet import Fleet
+from tasks.workers.fleet import Fleet, release
 from tasks.workers.folders import check_folders, kept_in_memory
 from tasks.workers.hosts import transit
 from tasks.workers.logs import heard
-from tasks.workers.remaining import release
 
 
 @functools.cache

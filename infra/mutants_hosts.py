@@ -114,7 +114,7 @@ HOSTS = (
     Mutant(
         "standby-engine-unseen",
         "a check of the engines of a run on a cluster leaves out one whose process had waited",
-        "tasks/workers/remaining.py",
+        "tasks/workers/fleet.py",
         "            role = label_of(actors[0])\n",
         "            continue\n",
         _STANDBY,

@@ -92,8 +92,8 @@ LORA = (
         "adapter-id-again",
         "all adapters have one id",
         "tasks/engine/vllm/adapters.py",
-        "_adapter(next(self._ids), arrived",
-        "_adapter(_FIRST, arrived",
+        "LoRAModel(next(self._ids), rank",
+        "LoRAModel(_FIRST, rank",
         _LIVE,
     ),
     Mutant(

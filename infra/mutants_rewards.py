@@ -105,8 +105,8 @@ REWARDS = (
         "failed-answers-are-wrong",
         "an answer that could not be scored counts as wrong",
         "tasks/stages/evaluate.py",
-        "    return sum(rewards) / len(rewards)\n",
-        "    return sum(rewards) / len(scores)\n",
+        "sum(rewards) / len(rewards)}\n",
+        "sum(rewards) / len(scores)}\n",
         _LOOP,
     ),
     Mutant(

@@ -21,9 +21,8 @@ SYNC = (
         "commit-before-proof",
         "engines serve new weights before these are verified",
         _FILE,
-        "        digests = proven(plan, sent, arrived, expected)\n",
-        "        self._commit(version, weights_digest(next(iter(arrived.values())).digests))\n"
-        "        digests = proven(plan, sent, arrived, expected)\n",
+        "        digests = proven(plan, sent, ",
+        "        self._commit(version, weights_digest(arrived[0].digests))\n        digests = proven(plan, sent, ",
         _TRANSACTION,
     ),
     Mutant(

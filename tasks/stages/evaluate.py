@@ -1,6 +1,6 @@
 """Stage `evaluate`: greedy answers or conversations of held-out prompts with the weights just served; no change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pyarrow as pa
 
@@ -11,7 +11,6 @@ from tasks.config.evaluation import ASKED, PASS, SCORED_BY, SOURCE
 from tasks.engine.protocol import Sampling
 from tasks.environments.scores import Kept, play_metrics
 from tasks.rewards.passing import condition_of, passing
-from tasks.rewards.sample import Score
 from tasks.rewards.scoring import Scores, score_responses
 from tasks.stages.conversations import environment_source, played_once, tasks_of
 from tasks.stages.names import Stage
@@ -52,10 +51,10 @@ def evaluate(work: Work, prepared: Prepared, served: Served) -> StageOutput:
     asked = {"prompts": len(scores), "max_tokens": rollout.max_tokens}
     asked |= {"stop": list(rollout.stop)} if rollout.stop else {}
     own = {SOURCE: dict(scored.sources), SCORED_BY: scored_by(section, scored.sources), ASKED: asked}
-    figures = {"reward_mean": _mean(scores)}
+    rewards = [score.reward for score in scores if score.reward is not None]
+    figures = {"reward_mean": sum(rewards) / len(rewards)}
     if condition is not None:
-        scored_rows = result.num_rows - result["reward"].null_count
-        figures["pass_rate"] = float(passing(result, condition).sum()) / scored_rows
+        figures["pass_rate"] = float(passing(result, condition).sum()) / len(rewards)
     return StageOutput(
         parts=(work.writer.write_table("answers.arrow", result, EVALUATION),),
         schema_fingerprint=fingerprint(EVALUATION),
@@ -104,8 +103,3 @@ def _table(prompts: pa.Table, responses: pa.Array, ends: pa.Array) -> pa.Table:
             "finish_reason": ends,
         }
     )
-
-
-def _mean(scores: Sequence[Score]) -> float:
-    rewards = [score.reward for score in scores if score.reward is not None]
-    return sum(rewards) / len(rewards)

@@ -147,9 +147,10 @@ class _Update:
             if not finishing:
                 self._prepare(planned[0])
         clock.ended("prepare")
-        sent, arrived = self._move(sending)
+        calls = [partial(self.group.results, sending), *(engine.receive_update for engine in self.engines.values())]
+        sent, *arrived = at_once(calls, lambda error: fail(self.channel.folder, _reason(error)))
         clock.ended("send")
-        digests = proven(plan, sent, arrived, expected)
+        digests = proven(plan, sent, dict(zip(self.engines, arrived, strict=True)), expected)
         clock.ended("verify")
         self._commit(version, weights_digest(digests))
         clock.ended("commit")
@@ -157,15 +158,15 @@ class _Update:
             weights_digest=weights_digest(digests),
             digests=digests,
             bytes=plan.nbytes,
-            landed=min(one.landed for one in arrived.values()),
-            quantized=next(iter(arrived.values())).quantized,
+            landed=min(one.landed for one in arrived),
+            quantized=arrived[0].quantized,
             base_bytes=0 if base is None else base.bytes,
             exchanges=max(one.exchanges for one in planned),
             seconds={
                 **clock.seconds,
                 "pause": sum(clock.seconds[step] for step in ("send", "verify", "commit")),
                 **_parts("send", sent),
-                **_parts("receive", list(arrived.values())),
+                **_parts("receive", arrived),
             },
         )
 
@@ -215,12 +216,6 @@ class _Update:
             with suppress(RatchetError):  # which the block's explains
                 self.group.results(sending)
             raise
-
-    def _move(self, sending: Pending[list[Sent]]) -> tuple[list[Sent], dict[int, Arrived]]:
-        """Receive what is sent; a failure on either side makes all others stop."""
-        calls = [partial(self.group.results, sending), *(engine.receive_update for engine in self.engines.values())]
-        sent, *arrived = at_once(calls, lambda error: fail(self.channel.folder, _reason(error)))
-        return sent, dict(zip(self.engines, arrived, strict=True))
 
     def _commit(self, version: int, digest: str) -> None:
         self.noted(Point.SENT)

@@ -20,11 +20,21 @@ from tasks.config.run import EngineSection, RunConfig
 from tasks.engine.own import find_engine
 from tasks.engine.protocol import EngineSpec
 from tasks.engine.start import import_engine, start_engine
-from tasks.workers.actors import find_groups, fresh_names, living, placed
+from tasks.workers.actors import (
+    ObservedGroup,
+    WorkerGroup,
+    find_groups,
+    fresh_names,
+    label_of,
+    living,
+    placed,
+    short_name,
+)
 from tasks.workers.cluster import Cluster
 from tasks.workers.folders import Folders
-from tasks.workers.hosts import HostFolders, Seats, reserve, reserve_all, this_node
+from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
 from tasks.workers.interface import EngineHandle, TrainerGroup, inside
+from tasks.workers.meeting import forget
 from tasks.workers.placement import (
     Placement,
     bundles,
@@ -36,8 +46,7 @@ from tasks.workers.placement import (
     transport,
 )
 from tasks.workers.ranks import RankActors, rank_labels, start_trainers
-from tasks.workers.remaining import release
-from tasks.workers.standby import Place, Standby
+from tasks.workers.standby import Place, Standby, waiting_label
 from trainer_core.config import Device, Precision, TrainerConfig
 from trainer_core.start import import_trainer
 
@@ -336,3 +345,32 @@ def engine_digest(spec: EngineSpec, cards: Sequence[str], source: str) -> str:
     """Identity of what an engine is started with, and where: one that was left on other cards is not used. `source` is
     the digest of the source of an engine of the user's own; empty for vLLM."""
     return value_digest({**spec.model_dump(mode="json", exclude={"model_dir"}), "cards": list(cards), "source": source})
+
+
+def release(run: str, cluster: Cluster) -> int:
+    """End all processes that a run has left on a cluster, with what Ray keeps for them and their folders, and return
+    their number. Raises InputError, WorkerLost: the cluster does not answer."""
+    cluster.check_alive()
+    cluster.start()
+    groups = find_groups(run)
+    for name, actors in groups.items():
+        WorkerGroup.found(name, [name] * len(actors), actors).end()
+    forget(run)
+    give_up(run)
+    return sum(map(len, groups.values()))
+
+
+def engines_on(run: str, config: RunConfig, cluster: Cluster) -> dict[str, EngineHandle]:
+    """The engines that a run has on a cluster now, by name: `engine-0`. None is started or ended, also if it does not
+    answer. Raises InputError, WorkerLost: the cluster does not answer."""
+    cluster.check_alive()
+    cluster.start()
+    found: dict[str, EngineHandle] = {}
+    for name, actors in sorted(find_groups(run).items()):
+        role = short_name(name + "/0")
+        if role == waiting_label("engine"):  # or has waited, and is called after its place now
+            role = label_of(actors[0])
+        group = ObservedGroup.found(name, [role] * len(actors), actors)
+        if role.startswith("engine-") and group.alive():
+            found[role] = EngineHandle.of(group, config.workers)
+    return found

@@ -132,7 +132,14 @@ class AdapterUpdate:
             digests, held = named_digests(arrived), named_digests(self._scaled(arrived))
             hashed = time.perf_counter()
             self.written = True
-            adapter = _adapter(next(self._ids), arrived, self._config)
+            rank, alpha = self._config.rank, cast(int, self._config.alpha)
+            loras = {
+                module: LoRALayerWeights(
+                    module, rank, alpha, arrived[factor_name(module, "A")], arrived[factor_name(module, "B")].clone()
+                )
+                for module in sorted({module_of(name) for name in arrived})
+            }
+            adapter = LoRAModel(next(self._ids), rank, loras)
             for old in list(self._manager.list_adapters()):
                 self._manager.remove_adapter(old)
             self._manager.add_adapter(adapter)
@@ -181,12 +188,3 @@ def _check(plan: WeightPlan, slots: Mapping[str, Slot], config: LoraConfig) -> N
             fact = f"the update of the adapter sends {name} with the shape {planned.get(name)}, and the engine needs"
             repair = "(None: not at all): trainer and engine must have the same [train.lora]"
             raise SyncMismatch(f"{fact} {wanted.get(name)} {repair}")
-
-
-def _adapter(number: int, factors: Mapping[str, torch.Tensor], config: LoraConfig) -> LoRAModel:
-    modules = sorted({module_of(name) for name in factors})
-    loras: dict[str, LoRALayerWeights] = {}
-    for module in modules:
-        a, b = (factors[factor_name(module, kind)] for kind in "AB")
-        loras[module] = LoRALayerWeights(module, config.rank, cast(int, config.alpha), a, b.clone())
-    return LoRAModel(number, config.rank, loras)

@@ -19,7 +19,7 @@ import sys
 from tasks.config.environment import Settings
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet
-from tasks.workers.remaining import release
+from tasks.workers.fleet import release
 from tests.small.config import small_config
 cluster = Cluster(Settings.from_environment())
 assert not cluster.local

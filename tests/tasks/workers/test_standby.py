@@ -14,8 +14,7 @@ import ray
 
 from tasks.engine.start import import_engine
 from tasks.workers.actors import find_groups, living
-from tasks.workers.fleet import Fleet
-from tasks.workers.remaining import engines_on
+from tasks.workers.fleet import Fleet, engines_on
 from tasks.workers.standby import Place, fitting
 from tests.small.config import small_config
 from tests.tasks.workers.test_cluster import gone
