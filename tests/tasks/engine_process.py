@@ -145,11 +145,11 @@ class FaultyEngine(Engine):
 
     def held_asleep(self) -> tuple[dict[str, str], bool]:
         """Result of `held` as if it slept, which vLLM does on cards only; and its flag afterwards."""
-        self._core._asleep = True
+        self._core.asleep = True
         try:
             return self.held(), self._core.asleep
         finally:
-            self._core._asleep = False
+            self._core.asleep = False
 
 
 class InPlaceEngine(FaultyEngine):
