@@ -68,8 +68,7 @@ def of_selection(
 
 
 def recorded(context: RunContext, state: Trained, before: Trained) -> TrainingSet:
-    """Samples of the update that led from the state `before` to `state`, by the record of its inputs. Raises
-    StorageError if a record is gone."""
+    """Samples of the update from the state `before` to `state`, as recorded. Raises StorageError: a record is gone."""
     manifest = state.manifest
 
     def given[V](role: str, iteration: int, stage: Stage, view: Callable[[Manifest], V]) -> V:

@@ -173,8 +173,7 @@ class Fleet(AbstractContextManager["Fleet", None]):
             logger.warning(text, self._run, failure, self._run)
 
     def _reserve(self, role: str) -> None:
-        """Have Ray keep room for the processes of a role, `trainers`, `engines` or `judge`, on a cluster. Raises
-        InputError, WorkerLost: as `reserve`."""
+        """Have Ray keep room for a role (`trainers`, `engines`, `judge`) on a cluster. Raises as `reserve`."""
         if not isinstance(self.folders, HostFolders):
             return
         if self._config.workers.standby and self.device == "cuda":

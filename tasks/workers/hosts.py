@@ -143,8 +143,7 @@ def this_node() -> str:
 
 
 def on_each[R](nodes: Sequence[str], work: Callable[..., R], *arguments: Any, deadline_s: float = _ANSWER_S) -> list[R]:
-    """Answers of `work`, done on each of these hosts at the same time. Raises what it raises, with the host, or
-    WorkerLost: a host does not answer."""
+    """Answers of `work`, done on all these hosts at once. Raises its error, with the host, or WorkerLost: no answer."""
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": host_environment()}}
     task = ray.remote(_do)
     begun = [

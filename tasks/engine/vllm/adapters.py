@@ -120,8 +120,7 @@ class AdapterUpdate:
         self.written = False  # True if the previous adapter is gone
 
     def receive(self, opened: AbstractContextManager[Receiver]) -> Report:
-        """Receive the adapter, put it into the slot and compare what is there with what arrived; raises as
-        `EngineProtocol.receive_update`."""
+        """Receive the adapter, put it into the slot and compare; raises as `EngineProtocol.receive_update`."""
         began, planned, arrived = time.perf_counter(), tensors_of(self._plan), dict[str, torch.Tensor]()
         with opened as receiver, torch.no_grad():
             for bucket in self._plan.buckets:
