@@ -8,7 +8,6 @@ from tasks.config.environment import prepare_process
 
 
 def main() -> None:
-    """Run the command line of this process and exit with the command's code."""
     prepare_process()  # before anything imports Prefect or Ray
     code = execute()
     sys.stdout.flush()

@@ -170,7 +170,6 @@ def make_head(root: Root, run: str, revision: int, reason: str, who: str, owner:
 
 
 def is_redoing(root: Root, name: str) -> bool:
-    """True while a finished stage is to be done again and is not finished."""
     return unfinished(root, name, read_revisions(root, name)) is not None
 
 

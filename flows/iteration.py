@@ -122,7 +122,6 @@ def begin_stored(run: RunContext) -> StoredPosition:
 
 
 def iterate_stored(run: RunContext, iteration: int, before: StoredPosition) -> StoredPosition:
-    """Train on one share of the selection."""
     trained = retrain(run, iteration, before.prepared, before.selected, before.rescored, before.trained)
     return replace(before, trained=trained)
 

@@ -75,7 +75,6 @@ class Subflows:
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """See `Page`."""
         self._iterations = [one for one in self._iterations if one.alive()]
         self._published = [one for one in self._published if not _stored(one, 0)]
         if self._ahead is not None and self._ahead.number == number:

@@ -71,7 +71,6 @@ def manifest_key(run: str, iteration: int, stage: str, revision: int) -> str:
 
 
 def iteration_folder(run: str, iteration: int) -> str:
-    """The part of the manifest folder that belongs to one iteration."""
     return f"{manifest_folder(run)}/{iteration:06d}"
 
 
@@ -124,12 +123,10 @@ def increments_of(piece: str, turns: bool = False) -> str:
 
 
 def increment_number(key: str) -> int:
-    """The number of the increment with that key."""
     return int(key.rsplit(".", 2)[1])
 
 
 def is_of_turns(key: str) -> bool:
-    """True if the key of an increment is that of a record of turns."""
     return key.rpartition("/")[0].endswith(".turns")
 
 
@@ -234,7 +231,6 @@ def name_flaw(name: str) -> str | None:
 
 
 def exchange_key(run: str, digest: str) -> str:
-    """An exchange, by the digest of what was asked."""
     return f"{exchange_folder(run)}/{digest}.json"
 
 

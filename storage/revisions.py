@@ -59,8 +59,6 @@ class Rerun(BaseModel, frozen=True, extra="forbid"):
 
 
 class Choice(BaseModel, frozen=True, extra="forbid"):
-    """Record that a revision became the head."""
-
     format_version: Literal[1] = 1  # version of this record's own format
     revision: NonNegativeInt  # the head from now on
     goes_on: NonNegativeInt
@@ -130,7 +128,6 @@ class Revisions:
         return last if last is not None and last.choices == len(self.choices) else None
 
     def requested(self, request: str) -> Rerun | None:
-        """The rerun that was asked under an identity, if there is one."""
         return next((rerun for rerun in self.reruns if rerun.request == request), None)
 
     def settings(self) -> dict[str, JsonValue]:
@@ -203,7 +200,6 @@ def _impossible(root: Root, key: str, what: str) -> WrongRecord:
 
 
 def record_rerun(root: Root, run: str, rerun: Rerun) -> bool:
-    """Publish the intent, unless its number is taken."""
     return _record(root, run, layout.rerun_key(run, rerun.revision), rerun)
 
 

@@ -165,7 +165,6 @@ def _lengths(lists: pa.ChunkedArray) -> pa.ListArray:
 
 
 def _with_derived(columns: dict[str, Any], samples: pa.Table, revision: int, wanted: Collection[str]) -> dict[str, Any]:
-    """The columns, and those among the wanted that follow from others."""
     columns["revision"] = pa.repeat(pa.scalar(revision, pa.int32()), samples.num_rows)
     if "finish_reason" in wanted:
         columns["finish_reason"] = finish_reasons(samples["turns"])

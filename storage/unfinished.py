@@ -25,8 +25,6 @@ from storage.parts import PartWriter
 
 
 class PieceRecord(BaseModel, frozen=True, extra="forbid"):
-    """Record that a part of a stage in progress is done."""
-
     format_version: Literal[1] = 1  # version of this record's own format
     part: Part  # the part that is done
     scores: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
@@ -42,7 +40,6 @@ def find_piece(writer: PartWriter, name: str) -> Part | None:
 
 
 def find_scores(writer: PartWriter, name: str) -> tuple[dict[str, JsonValue], ...]:
-    """The scores that were kept with the piece `name`."""
     return records.read(writer.root, piece_key(writer, name), PieceRecord).scores
 
 
@@ -191,7 +188,6 @@ def read_piece(root: Root, key: str) -> Part:
 
 
 def piece_key(writer: PartWriter, name: str) -> str:
-    """Key of the record of piece `name` of the writer's stage."""
     return layout.piece_key(writer.run, writer.iteration, writer.stage, writer.revision, name)
 
 

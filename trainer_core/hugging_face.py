@@ -60,7 +60,6 @@ class Entry:
     place: tuple[int, int]  # its place in the order of the layers: embedding, layers, norm, output
 
     def tensors(self, state: SavedState) -> Tensors:
-        """The tensors of these names."""
         whole = state.read(self.stored, self.region)
         return self.split(whole.reshape(whole.shape[self.axes :]))
 
@@ -79,7 +78,6 @@ class Adapted:
     in_fp32: bool = False
 
     def matrices(self, state: SavedState) -> Tensors:
-        """The factors, two-dimensional."""
         return tuple(state.read(stored, region).reshape(region.shape[-2:]) for stored, region in self.factors)
 
     @property
@@ -87,7 +85,6 @@ class Adapted:
         return (self.stored,)
 
     def tensors(self, state: SavedState) -> Tensors:
-        """The sum, as the trainer makes it."""
         with safe_open(self.file, framework="pt") as file:
             frozen = file.get_tensor(self.stored).to(self.dtype)
         if not self.factors or (lora := state.facts.lora) is None:

@@ -20,8 +20,6 @@ Generators = Literal["continued", "restored", "reseeded"]
 
 @dataclass(frozen=True)
 class LoadedState:
-    """Facts about a loaded state."""
-
     step: int  # updates since the model was imported
     rng: Generators  # history of the random generators: where the state left them, or reseeded
     saved_parallel: ParallelConfig  # layout that saved it

@@ -298,7 +298,6 @@ class Trainer(TrainerProtocol):
             self._read_model()
 
     def _read_model(self) -> None:
-        """Read the weights of the model's folder."""
         read_weights(self._model)
         if self._config.lora is not None:
             base = base_digest(self._model, self._mesh)

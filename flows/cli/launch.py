@@ -71,8 +71,6 @@ def _pss(process: psutil.Process) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """The request of a command line."""
-
     config: RunConfig
     run: str
     root: str

@@ -39,7 +39,6 @@ def missing_extra(error: ModuleNotFoundError) -> InputError:
 
 
 def explained(error: CycloptsError) -> str:
-    """The error with a repair that works."""
     words = error.command_chain or ()
     return f"{_fact(error, words)}\n{' '.join(('ratchet', *words))} --help tells more"
 

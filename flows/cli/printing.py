@@ -25,8 +25,6 @@ class Listing(BaseModel, frozen=True, extra="forbid"):
 
 
 class ShownStage(BaseModel, frozen=True, extra="forbid"):
-    """A committed stage and the identity of its manifest."""
-
     digest: str
     retired: bool  # True if retention has deleted its parts
     replaced: bool = False  # True for an evaluation of weights that a rerun has replaced since
@@ -68,8 +66,6 @@ class Verifications(BaseModel, frozen=True, extra="forbid"):
 
 
 class Unlocked(BaseModel, frozen=True, extra="forbid"):
-    """The lease of a run after `unlock`."""
-
     run: str
     free: bool
     explanation: str
@@ -88,7 +84,6 @@ def of_listing(listing: Listing) -> list[str]:
 
 
 def of_shown(shown: Shown, in_detail: bool) -> list[str]:
-    """One line per stage, or everything about each."""
     if in_detail:
         return [line for stage in shown.stages for line in _detail(stage)]
     rows = [("ITERATION", "STAGE", "MANIFEST", "PARTS", "SIZE", "SECONDS", "FINISHED (UTC)", "")]
@@ -115,7 +110,6 @@ def _revisions(shown: Shown) -> list[str]:
 
 
 def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
-    """The chain of origin, newest first, and the prompts."""
     opening = [f"weights of version {lineage.version} of run {lineage.run}"]
     opening += [f"tensors             {lineage.weights_digest or 'not served yet'}"]
     if lineage.sampled_by is not None:
@@ -147,7 +141,6 @@ def of_sample_lineage(found: SampleLineage) -> list[str]:
 
 
 def of_verification(report: Verification) -> list[str]:
-    """One line per finding, and the total."""
     found = [f"{finding.fault:<14}{finding.key}\n              {finding.detail}" for finding in report.findings]
     verdict = "sound" if report.sound else "NOT SOUND"
     retired = f"; {report.retired} states deleted by retention" if report.retired else ""

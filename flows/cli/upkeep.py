@@ -22,8 +22,6 @@ _WAIT_S = LIMIT_SECONDS + 15.0  # more than a command takes to end
 
 
 class Stopped(BaseModel, frozen=True, extra="forbid"):
-    """Result of `ratchet stop`."""
-
     run: str
     process: int | None  # id of the process that drove the run; None if none did
     ended: bool  # True if no process of this machine drives the run now

@@ -25,7 +25,6 @@ _LOOK_S = 5.0
 
 
 def main() -> None:
-    """Do the flow run that the environment names."""
     prepare_process()  # before Prefect is imported
     logging.getLogger("prefect.flow_runs").addFilter(is_ours)
     code, begun = 0, datetime.now(UTC)

@@ -31,7 +31,6 @@ from tasks.forking import retrain_config, since_of, start_of
 
 
 def named() -> str:
-    """Name of a flow run in the UI."""
     return expanded(flow_run.get_parameters()["run"], this_flow_run().moment)
 
 

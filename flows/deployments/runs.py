@@ -223,7 +223,6 @@ def complete_iterations(store: Root, run: str) -> int:
 
 
 def begin(run: str, root: str, config: RunConfig, held: Lease | None = None) -> State[Any]:
-    """Do the rest of the run, and report its length."""
     store = open_root(root)
     idle = is_complete(store, run, config)
     drive(run, root, config, held=held)
@@ -233,7 +232,6 @@ def begin(run: str, root: str, config: RunConfig, held: Lease | None = None) -> 
 
 
 def repeat(run: str, root: str, wanted: Wanted, settings: Sequence[str] = ()) -> State[Any]:
-    """Record the request, repeat the stages, and name the revision."""
     asked, config = ask_again(open_root(root), run, wanted, settings)
     drive(run, root, config, one_stage=not asked.cascade)
     number = asked.revision

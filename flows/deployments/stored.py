@@ -302,7 +302,6 @@ def forget(keep_days: float | None) -> str:
 
 
 def place_of(run: str, iteration: str) -> str:
-    """Run and iteration, as commands name them."""
     return check_run_name(run) if iteration == LAST else f"{check_run_name(run)}@{iteration}"
 
 

@@ -30,8 +30,6 @@ _SHORT = Repr(maxstring=300, maxlist=20, maxdict=20)
 
 
 class Difference(BaseModel, frozen=True, extra="forbid"):
-    """Something that differs between the runs."""
-
     iteration: int
     stage: Stage
     what: str  # name of the tensor, metric, column or fact, and both values

@@ -71,8 +71,6 @@ class Reached(BaseModel, frozen=True, extra="forbid"):
 
 
 class FaultFolder:
-    """Planned and delivered kills of a run."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -98,7 +96,6 @@ class FaultFolder:
             self._append(name, str(fault))
 
     def observe(self, point: Point, key: str, processes: Processes) -> None:
-        """Record a point, and deliver the kills planned there."""
         place = layout.place_of(key)
         if place is None or (point is Point.MID_PART and not layout.is_part(key)):
             return

@@ -32,8 +32,6 @@ _LINGER_S = 120.0  # Ray's agents take long to notice that their node was killed
 
 @dataclass(frozen=True)
 class ProofOrder:
-    """The request of the command line."""
-
     config: RunConfig
     path: str
     settings: tuple[str, ...]  # as given with --set; passed on to the processes that are started

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Serve until the parent closes the pipe or is gone."""
     with paused():
         import uvicorn
         from prefect.server.api.server import create_app

@@ -37,7 +37,6 @@ class ScheduleEntry(BaseModel, frozen=True, extra="forbid"):
         return self
 
     def schedule(self) -> Any:
-        """As Prefect has it."""
         return construct_schedule(interval=self.interval, cron=self.cron, timezone=self.timezone)
 
 

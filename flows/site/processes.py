@@ -80,7 +80,6 @@ class SiteFolder:
 
     @property
     def secret_file(self) -> Path:
-        """The server's auth string."""
         return self.path / "secret"
 
     def log(self, role: str) -> Path:

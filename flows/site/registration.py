@@ -89,7 +89,6 @@ def register_elsewhere(file: Path, at_once: int | None, notify: str | None) -> t
 
 
 def queues_of(client: SyncPrefectClient) -> dict[str, WorkQueue]:
-    """The queues of the pool by name."""
     return {one.name: one for one in client.read_work_queues(work_pool_name=POOL)}
 
 

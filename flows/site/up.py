@@ -35,8 +35,6 @@ _LOOK_S = 2.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """Options of the command line."""
-
     deployments: Path  # a file in the format of prefect.yaml
     port: int = 4200
     database: str | None = None  # URL of the server's database; None keeps what the site has
@@ -55,8 +53,6 @@ class Site(BaseModel, frozen=True, extra="forbid"):
 
 
 class Ended(BaseModel, frozen=True, extra="forbid"):
-    """Processes that `ratchet down` has ended."""
-
     ended: tuple[str, ...]
     gone: tuple[str, ...]  # processes of the record that had already ended
 

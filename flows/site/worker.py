@@ -26,7 +26,6 @@ _QUIET = ("prefect.flow_runs.worker", "prefect.flow_runs.runner")  # loggers of 
 
 
 def main() -> None:
-    """Work until this process is ended."""
     kind = sys.argv[1] if len(sys.argv) > 1 else _PROCESS
     for name in _QUIET:
         logging.getLogger(name).addFilter(is_warning)  # the log of a flow run begins with what it will do
@@ -37,12 +36,10 @@ def main() -> None:
 
 
 def is_warning(record: logging.LogRecord) -> bool:
-    """True for a line above information."""
     return record.levelno >= logging.WARNING
 
 
 def flow_runs_here() -> set[str]:
-    """Identities of the flow runs whose process this one has started."""
     found = set()
     for child in psutil.Process().children():
         try:

@@ -39,8 +39,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One metric over the iterations of runs."""
-
     title: str
     lines: tuple[Line, ...]
     ticks: tuple[tuple[float, str], ...]  # height and number of each line of the grid
@@ -59,8 +57,6 @@ class Bar:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The distribution of a number over samples."""
-
     title: str
     bars: tuple[Bar, ...]
     words: str

@@ -77,8 +77,6 @@ def application(root: Root) -> Starlette:
 
 
 class _Shown:
-    """Pages of a root, from their data and templates."""
-
     def __init__(self, root: Root) -> None:
         self._root = root
         self._templates = Environment(
@@ -100,7 +98,6 @@ class _Shown:
         return answer
 
     def refused(self, _request: Request, error: Exception) -> Response:
-        """The page of a request that cannot be answered."""
         if isinstance(error, HTTPException):
             status, message = error.status_code, "there is no such page"
         else:
@@ -137,7 +134,6 @@ def _number(request: Request, name: str, least: int, default: int | None = None)
 
 
 def _named(request: Request) -> tuple[str, int]:
-    """Prompt and sample that a request names. Raises InputError: it does not."""
     prompt, sample = request.query_params.get("prompt"), _number(request, "sample", 0)
     if prompt is None or sample is None:
         raise InputError("the address names no sample: it needs prompt=ID and sample=NUMBER")
@@ -216,7 +212,6 @@ def _span(places: set[int]) -> str:
 
 
 def _again(run: str, record: IterationRecord, root: Root) -> list[str]:
-    """The commands that do the stages of an RL iteration again."""
     tail = ["--reason=TEXT", f"--root={shown_text(root.url)}"]
     return [shlex.join(["ratchet", "rerun", f"{run}@{record.iteration}:{one}", *tail]) for one in record.done]
 

@@ -75,8 +75,6 @@ class Token:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a sample, as far as it is on the page."""
-
     number: int
     role: str
     about: dict[str, Any]
@@ -114,7 +112,6 @@ def distributions(found: Scored, iteration: int) -> list[Histogram]:
 
 
 def groups(found: Scored) -> list[Group]:
-    """The prompt groups of an iteration, the lowest mean reward first."""
     encoded = found.table["prompt_id"].combine_chunks().dictionary_encode()
     codes, lengths = encoded.indices.to_numpy(), sampled_lengths(found.table["sampled"])
     order = np.argsort(codes, kind="stable")

@@ -126,7 +126,6 @@ def _are_true(table: pa.Table, condition: Condition) -> pa.ChunkedArray:
 
 
 def _first(table: pa.Table, order: str) -> pa.Table:
-    """The first SHOWN rows of the order."""
     if order not in _SORT:
         return table.slice(0, SHOWN)
     scored = table.filter(pc.is_finite(table["reward"]))  # pyright: ignore[reportAttributeAccessIssue] - made at import

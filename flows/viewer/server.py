@@ -37,7 +37,6 @@ class Guard:
         self._hosts = {f"{host}:{port}" for host in (HOST, "localhost")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -51,7 +50,6 @@ class Guard:
         await (self._app if refused is None else refused)(scope, receive, with_headers)
 
     def _refused(self, request: Request) -> Response | None:
-        """The answer to a request that is not let through; None for one that is."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if host not in self._hosts:
             return PlainTextResponse(f"{host!r} is not this viewer: open {HOST}, or localhost\n", 421)
@@ -80,7 +78,6 @@ def listening(port: int) -> socket.socket:
 
 
 def serve(root: Root, server: socket.socket, token: str) -> None:
-    """Answer requests until Ctrl-C or SIGTERM."""
     guarded = Guard(application(root), server.getsockname()[1], token)
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, server_header=False, lifespan="off")
     with suppress(KeyboardInterrupt):

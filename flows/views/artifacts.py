@@ -39,7 +39,6 @@ class Shown:
         self._made: UUID | None = None
 
     def show(self, client: SyncPrefectClient, flow_run: UUID | None, data: Any, description: str) -> None:
-        """Show `data`; raises what the client raises."""
         content = json.dumps(data) if self._kind == "table" else data
         if self._made is None:
             place = {"key": self._key, "type": self._kind, "flow_run_id": flow_run}
@@ -78,7 +77,6 @@ def this_flow_run() -> UUID | None:
 
 
 def example_table(found: Samples) -> list[dict[str, str | float | int | None]]:
-    """One row per sample; long texts are cut."""
     return [
         {
             "iteration": found.iteration, "sample": f"{one.prompt_id}/{one.sample_id}",
@@ -101,7 +99,6 @@ def artifact_key(run: str, name: str) -> str:
 
 
 def iteration_table(history: Sequence[IterationRecord], root: str, run: str) -> list[dict[str, Any]]:
-    """One row per iteration, with where its manifests are."""
     return [
         {
             "iteration": record.iteration,
@@ -143,7 +140,6 @@ def away_text(run: str, root: str, since: datetime, until: datetime, window: Seq
 
 
 def summary(status: RunStatus) -> str:
-    """Markdown with the first and last figures and where everything is stored."""
     rows = [
         ("iterations", str(status.iterations)),
         *((f"{name}{remark}", _change(change)) for name, change, remark in figures_of(status.changes)),

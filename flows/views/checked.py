@@ -160,7 +160,6 @@ def lines_of(found: Checked) -> list[str | Text]:
 
 
 def of_kind(one: Example) -> list[str | Text]:
-    """The first record of a kind, for people."""
     title = f"first record with {one.kind}"
     if one.trained is not None:
         return _trained(one, title)

@@ -77,7 +77,6 @@ def _against(now: EvaluationRecord, before: EvaluationRecord) -> EvaluationRecor
 
 
 def evaluation_rows(record: EvaluationRecord) -> list[dict[str, str | float | int | None]]:
-    """One row for each figure, for a table."""
     return [
         {
             "figure": name,

@@ -118,7 +118,6 @@ def wanted_stages(config: RunConfig, iteration: int) -> tuple[Stage, ...]:
 
 
 def workflow_of(config: RunConfig) -> Workflow:
-    """The role of each stage of a run in storage."""
     return WORKFLOW if config.retrain is None else RETRAINING
 
 

@@ -17,12 +17,10 @@ _STDOUT, _STDERR = 1, 2
 
 
 def figure(value: float | None) -> str:
-    """A figure in four digits."""
     return "none" if value is None else f"{value:.4g}"
 
 
 def rounded(value: float | None) -> float | None:
-    """A figure for a table of numbers."""
     return None if value is None else round(value, 6)
 
 
@@ -108,7 +106,6 @@ class Output:
             self._result.write(f"{line}\n")
 
     def say(self, text: str) -> None:
-        """Write a line for people to standard error."""
         self.console.print(Text(text), soft_wrap=True)
 
     def error(self, message: str) -> None:

@@ -62,7 +62,6 @@ class LivePage:
         self._percent = 100.0 * portion.done / max(portion.of, 1)
 
     def finished(self, record: IterationRecord) -> None:
-        """Add a complete iteration to the table."""
         with self._lock:
             self._window.append(record)
             self._rows += 1

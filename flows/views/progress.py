@@ -87,7 +87,6 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True)
 
     def expect(self, iterations: int) -> None:
-        """Set the number of iterations that the run is to have."""
         self._iterations = iterations
 
     def begins(self, iteration: int, stage: Stage) -> None:
@@ -187,7 +186,6 @@ class Progress:
 
 
 def portion_text(portion: Portion) -> str:
-    """Progress within a stage, in words."""
     speed = f", {portion.tokens / portion.seconds:.0f} tokens/s" if portion.tokens and portion.seconds else ""
     note = f", {portion.note}" if portion.note else ""
     left = "" if portion.left_s is None or not portion.note else f", {duration(portion.left_s)} left"
@@ -195,7 +193,6 @@ def portion_text(portion: Portion) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, whichever is short."""
     for size, name in ((3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {name}"
@@ -227,7 +224,6 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
 
 
 def closing_lines(status: RunStatus) -> list[str]:
-    """First and last figures, and where everything is stored."""
     return [
         f"run {status.run}: {status.iterations} iterations complete",
         *(f"{name:<22}{_change(change)}{remark}" for name, change, remark in figures_of(status.changes)),

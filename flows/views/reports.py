@@ -52,7 +52,6 @@ class Lane:
         self._thread.start()
 
     def add(self, job: Callable[[], object]) -> None:
-        """Do `job` after those that were added before."""
         self._jobs.put(job)
 
     def mute(self) -> None:
@@ -134,7 +133,6 @@ class Reports:
         self._last, self._root, self._run, self._config = -1, root, run, config
 
     def add(self, record: IterationRecord) -> None:
-        """Report an iteration that is complete and published. Returns at once."""
         self._last, row = record.iteration, record.row
         self._files.add(lambda: self._writer.add(row))
         for name, sender in self._senders.items():
@@ -168,7 +166,6 @@ class Files:
         self._undrawn = False
 
     def add(self, row: Row) -> None:
-        """Write the row, after those of earlier iterations that are not there yet."""
         if self._next != row.iteration:
             self._begin(row.iteration)
         self._next = None  # until both have it
@@ -181,7 +178,6 @@ class Files:
             self._draw()
 
     def flush(self) -> None:
-        """Upload and draw what is new."""
         self._table.flush()
         self._events.end(complete=True)
         if self._undrawn:

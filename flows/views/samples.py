@@ -62,8 +62,6 @@ class Samples(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of samples of an iteration; each field adds some."""
-
     best: int = 0  # with the highest rewards
     worst: int = 0  # with the lowest rewards; a sample without a reward is neither
     prompt: str | None = None  # all of this prompt

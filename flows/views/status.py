@@ -52,8 +52,6 @@ class Change(BaseModel, frozen=True, extra="forbid"):
 
 
 class Changes(BaseModel, frozen=True, extra="forbid"):
-    """The figures of a run that are compared."""
-
     reward: Change  # mean reward of the samples
     held_out_reward: Change  # mean reward of greedy answers to held-out prompts
     pass_rate: Change  # share of these answers that pass
@@ -218,7 +216,6 @@ class _Earlier:
         return [one for one in found if one is not None]
 
     def record(self, iteration: int, stage: Stage) -> IterationRecord | None:
-        """One stage of an iteration; None if it is not done."""
         manifest = find(self.root, self.run, iteration, stage, self.revisions)
         return None if manifest is None else record_of([manifest], None)
 

@@ -176,8 +176,6 @@ def warmup_csv(manifest: Manifest | None) -> bytes:
 
 
 class MetricsFile:
-    """The CSV of a run, one line at a time."""
-
     def __init__(self, root: Root, run: str) -> None:
         self._file = GrowingFile(root, layout.report_key(run, layout.METRICS))
         self._columns: list[str] = []
@@ -208,7 +206,6 @@ class MetricsFile:
         return decode(self._file.read())
 
     def flush(self) -> None:
-        """Upload what was not uploaded yet."""
         self._file.flush()
 
 
@@ -245,7 +242,6 @@ class GrowingFile:
         return None
 
     def flush(self) -> None:
-        """Upload what was not uploaded yet."""
         if self._behind and self._whole is not None:
             self._upload(bytes(self._whole))
 

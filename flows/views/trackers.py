@@ -83,9 +83,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """A receiver of rows. It is called in a thread of its own, which the run does not wait for."""
 
-    def begin(self, run: TrackedRun) -> int:
-        """Connect; returns the first iteration that is not there yet, 0 for a new run."""
-        ...
+    def begin(self, run: TrackedRun) -> int: ...
 
     def log(self, row: Row) -> None:
         """Store the values of one iteration by the names of their curves. The same row again must change nothing."""
@@ -146,7 +144,6 @@ class WandbTracker:
         self._project = project
 
     def begin(self, run: TrackedRun) -> int:
-        """Continue the run with the same id."""
         import wandb
 
         self._tracked = run
@@ -179,7 +176,6 @@ class MlflowTracker:
         return MlflowClient(tracking_uri=self._uri)
 
     def begin(self, run: TrackedRun) -> int:
-        """Continue the run with the same tag."""
         experiment = self._experiment()
         found = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run.identity}'", max_results=1)
         if found:

@@ -149,7 +149,6 @@ def check(root: Root, one: Callable[[Root], None]) -> None:
 
 
 def main(url: str) -> int:
-    """Do each check, and say what came of it."""
     root, failed = open_root(url), 0
     for one in (Root.check_writable, *CHECKS):
         try:

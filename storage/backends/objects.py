@@ -55,7 +55,6 @@ class ObjectStore(Backend):
         return _created(lambda: self.fs.put_file(str(source), self.full(key), mode="create"))
 
     def copy(self, source: str, key: str) -> None:
-        """A copy by the server; of a large object, one of parts."""
         self.fs.cp_file(self.full(source), self.full(key))
 
     def touch(self, key: str) -> None:

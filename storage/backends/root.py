@@ -61,11 +61,9 @@ class Root:
         return self.backend.folder
 
     def cap_patience(self, seconds: float) -> "Root":
-        """The same root, with at most that patience."""
         return replace(self, patience=min(seconds, self.patience))
 
     def with_patience(self, seconds: float) -> "Root":
-        """The same root, with that patience."""
         return replace(self, patience=seconds)
 
     def exists(self, key: str) -> bool:
@@ -343,7 +341,6 @@ def _found(scheme: str, url: str) -> Any:
 
 
 def _called(url: str, call: Callable[[], Any]) -> Any:
-    """The result of the user's code; what it raises, with its line."""
     try:
         return call()
     except RatchetError:

@@ -96,7 +96,6 @@ class Lease:
             self._append("renewed", self.root if patience is None else self.root.cap_patience(patience))
 
     def prune(self) -> None:
-        """Remove entries that others followed long ago."""
         log.prune(self.root, self.run, self._entry.number)
 
     def release(self) -> None:
@@ -288,7 +287,6 @@ def describe(entry: Entry, clock: Clock = SYSTEM) -> str:
 
 
 def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
-    """The holder of a run, and the repairs, in words."""
     heard = f"last heard from at {entry.written:%Y-%m-%d %H:%M:%S} UTC"
     if life(entry.owner) is Life.DEAD:
         return f"run {run} was driven by {entry.owner}, which is gone: the run can be taken over at once"

@@ -41,7 +41,6 @@ class Entry(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def seconds(self) -> float:
-        """The period."""
         return (self.expires - self.written).total_seconds()
 
 
@@ -97,7 +96,6 @@ def prune(root: Root, run: str, number: int) -> None:
 
 
 def recorded_choices(root: Root, run: str) -> int:
-    """Number of recorded choices of a head."""
     _, choices = layout.revision_numbers(root.keys(layout.revision_folder(run)))
     return max(choices, default=0)
 

@@ -29,8 +29,6 @@ class Owner(BaseModel, frozen=True, extra="forbid"):
 
 
 class Life(Enum):
-    """Knowledge of this machine about a process."""
-
     ALIVE = auto()
     DEAD = auto()
     UNKNOWN = auto()
@@ -38,8 +36,6 @@ class Life(Enum):
 
 @dataclass(frozen=True)
 class Clock:
-    """The two clocks of a lease."""
-
     wall: Callable[[], datetime]  # for display: no process judges another machine's lease by it
     steady: Callable[[], float]
     """Seconds that are never set back and continue while the machine sleeps; measures every period."""

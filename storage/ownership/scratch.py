@@ -83,7 +83,6 @@ def taken(path: Path, folder: Path) -> bool:
 
 
 def left() -> list[Path]:
-    """The folders of dead processes of this machine."""
     parents = {Path(tempfile.gettempdir()), _SHORT, SHARED_MEMORY}
     found = [path for parent in parents for kind in ("ratchet-*", "rt-*") for path in parent.glob(kind)]
     return [path for path in found if _is_left(path)]

@@ -49,8 +49,6 @@ def without_texts(samples: pa.Table) -> tuple[pa.Array, pa.Array]:
 
 
 class Archive(BaseModel, frozen=True, extra="forbid"):
-    """A Parquet file that was written."""
-
     run: str
     key: str  # key below the storage root
     iterations: tuple[int, int]  # first and last iteration in it

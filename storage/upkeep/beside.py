@@ -49,7 +49,6 @@ class _Beside:
     moment: datetime
 
     def deleted(self, garbage: Iterable[Garbage]) -> Iterator[Garbage]:
-        """Delete what may be deleted, and yield each."""
         for some in batched(garbage, _BATCH):
             if _epoch(self.root, self.run) != self.epoch:
                 logger.warning("run %s has another driver by now: the rest of its garbage is left for later", self.run)

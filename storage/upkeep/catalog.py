@@ -48,8 +48,6 @@ class Retired(BaseModel, frozen=True, extra="forbid"):
 
 
 class Removal(BaseModel, frozen=True, extra="forbid"):
-    """Record that a run is being removed."""
-
     format_version: Literal[1] = 1  # version of this record's own format
     time: datetime  # time of its beginning (UTC)
 

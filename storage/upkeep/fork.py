@@ -37,8 +37,6 @@ Announce = Callable[[str], object]  # told, in a sentence, of what will be copie
 
 
 class Forked(BaseModel, frozen=True, extra="forbid"):
-    """The beginning of a new run."""
-
     run: str  # the new run
     parent: str  # the run it came from
     iteration: int  # the last iteration of the parent that the new run has, or whose state it begins with

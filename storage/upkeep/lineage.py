@@ -34,8 +34,6 @@ class Step(BaseModel, frozen=True, extra="forbid"):
 
 
 class WeightsLineage(BaseModel, frozen=True, extra="forbid"):
-    """Everything that weights were made from."""
-
     run: str
     version: int  # weight version: the iteration whose training made it
     weights_digest: str | None  # identity of the tensors that were served, if they were

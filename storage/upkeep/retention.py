@@ -56,8 +56,6 @@ KEEP_ALL = Retention()
 
 
 class Garbage(BaseModel, frozen=True, extra="forbid"):
-    """One object that may be deleted."""
-
     key: str  # key below the storage root
     bytes: int  # its size; 0 if the store does not report it
     reason: str  # reason why nothing needs it
@@ -235,7 +233,6 @@ def is_old(root: Root, key: str, moment: datetime) -> bool:
 
 
 def drop(root: Root, one: Garbage) -> None:
-    """Delete an object, or an upload that was never finished."""
     if one.upload is None:
         root.remove(one.key)
     else:

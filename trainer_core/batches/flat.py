@@ -80,7 +80,6 @@ def _filled_up_to(batch: FlatBatch, segments: int, positions: int, predicting: i
 
 
 def _divided(batch: FlatBatch, context: Context) -> FlatBatch:
-    """Share of a context-parallel rank."""
     lengths = context.held(batch.lengths)  # (S,), sum to T of this rank
     positions = context.positions(_ranges(np.zeros_like(lengths), lengths), np.repeat(lengths, lengths))
     real = positions < np.repeat(batch.lengths, lengths)

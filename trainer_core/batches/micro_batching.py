@@ -11,8 +11,6 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of a micro-batch."""
-
     tokens: int  # most positions; a longer sequence goes alone
     sequences: int | None = None  # most sequences; None: as many as fit
 

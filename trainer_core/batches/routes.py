@@ -23,12 +23,10 @@ class Routing:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of the number of an expert."""
         return 1 if self.experts <= 256 else 2
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the routes of a token."""
         return self.layers * self.chosen * self.itemsize
 
     def check(self, routes: NDArray[np.uint8] | None) -> None:

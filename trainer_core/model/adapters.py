@@ -39,7 +39,6 @@ class Part(NamedTuple):
 
     @property
     def target(self) -> str:
-        """Last part of the name."""
         return self.name.rpartition(".")[2]
 
 
@@ -127,7 +126,6 @@ class Adapter(torch.nn.Module):
         return _Merged.apply(weight, self._place, self._scale, *factors)  # pyright: ignore[reportReturnType]
 
     def factors(self) -> list[Factor]:
-        """All factors."""
         axes = self._axes()
         return [
             Factor(factor_name(part.name, kind), name, axes.get(name))

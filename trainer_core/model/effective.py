@@ -42,7 +42,6 @@ class Built:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """All modules, without the wrappers of the chunks."""
         return [module for chunk in self.chunks for module in chunk.module.modules()]
 
     @property
@@ -53,7 +52,6 @@ class Built:
 
     @property
     def linears(self) -> list[torch.nn.Module]:
-        """Linear layers but the output layer."""
         outputs = self.outputs
         return [one for one in self.modules if one not in outputs and not vars(one).keys().isdisjoint(_FUSED)]
 
@@ -68,7 +66,6 @@ class Setting[Config, Live]:
     everywhere: bool = True  # each rank has such a part
 
     def value(self, config: Config) -> Value:
-        """Wanted value."""
         read = self.wanted or attrgetter(self.name.removeprefix("optimizer."))
         return read(config)
 

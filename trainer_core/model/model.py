@@ -196,7 +196,6 @@ class Model:
 
     @property
     def modules(self) -> list[torch.nn.Module]:
-        """Modules below the gradient wrappers."""
         return [chunk.module for chunk in self.chunks]
 
 
@@ -288,7 +287,6 @@ def build_model(
 
 
 def _decided(config: TrainerConfig, platform: Platform, deterministic: bool) -> TrainerConfig:
-    """Configuration with the choices of the platform filled in."""
     decided: dict[str, Any] = {"attention": attention_of(config.megatron, platform.transformer_engine, deterministic)}
     if config.megatron.gradient_accumulation_fusion is None:
         decided["gradient_accumulation_fusion"] = platform.transformer_engine and config.lora is None

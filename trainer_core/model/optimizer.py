@@ -41,7 +41,6 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the last update."""
         return float(self.megatron.param_groups[0]["lr"]) if self.updates else 0.0
 
     @property
@@ -87,7 +86,6 @@ class Optimizer:
                     group["step"] = updates
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Main weights and moments."""
         for part in self.parts:
             for group in part.optimizer.param_groups:
                 yield from group["params"]

@@ -49,7 +49,6 @@ class Graphs:
         self._replays: list[tuple[torch.cuda.Event, int]] = []
 
     def first(self, work: Work) -> list[Report]:
-        """Do the work unrecorded, and measure its time."""
         torch.cuda.synchronize()
         if len(self._replays) > 1:  # of the previous pass of this kind, which has ended
             (first, _), (last, _) = self._replays[0], self._replays[-1]

@@ -58,12 +58,10 @@ LOSSES: Mapping[str, Entry] = {
 
 
 def advantage_of(policy: PolicyConfig) -> Advantage:
-    """Advantage of a configuration, with its settings bound."""
     return _bound(ADVANTAGES[policy.advantage.type], policy, policy.advantage)
 
 
 def loss_of(policy: PolicyConfig) -> Loss:
-    """Loss of a configuration, with its settings bound."""
     return _bound(LOSSES[policy.loss.type], policy, policy.loss)
 
 

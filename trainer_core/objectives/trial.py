@@ -50,7 +50,6 @@ def try_objective(policy: PolicyConfig) -> None:
 
 
 def main() -> None:
-    """Try the objective of standard input."""
     policy = PolicyConfig.model_validate_json(sys.stdin.read())
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -53,7 +53,6 @@ class Critic:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Its optimizer, once it has weights."""
         if self._optimizer is None:
             raise RatchetError("the critic holds no weights yet; call import_model or load first")
         return self._optimizer

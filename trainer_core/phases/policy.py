@@ -30,8 +30,6 @@ NOTHING_LEARNED = {"grad_norm": 0.0, "steps": 0.0, "tokens": 0.0}
 
 @dataclass(frozen=True)
 class Learned:
-    """Outcome of an iteration's updates."""
-
     report: dict[str, float]  # that of `TrainerProtocol.train_policy`
     logprobs: Vector  # that of `TrainerProtocol.policy_logprobs`
 
@@ -210,7 +208,6 @@ class PolicyPhase:
 
 
 def mean_of(updates: Sequence[UpdateReport]) -> dict[str, float]:
-    """Means over updates, and the last learning rate."""
     names = ("loss", "grad_norm", "clip_fraction")
     means = {name: float(np.mean([vars(update)[name] for update in updates])) for name in names}
     last = {"learning_rate": updates[-1].learning_rate, "steps": float(len(updates))}

@@ -39,7 +39,6 @@ class Pinning:
         return not code
 
     def release(self, memory: torch.Tensor) -> None:
-        """Release memory that was pinned; raises as `pin`."""
         code = self.unregister(memory.data_ptr())
         if code:
             fact = f"pinned memory cannot be released: CUDA error {code}"

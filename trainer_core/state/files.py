@@ -85,7 +85,6 @@ class MappedFiles:
             self._pinning.wait()
 
     def close(self) -> None:
-        """Release page-locked memory; the files remain."""
         while self._pinning is not None and self._pinned:
             self._pinning.release(self._pinned.popitem()[1])
 

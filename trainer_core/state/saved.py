@@ -31,7 +31,6 @@ class Region:
     shape: tuple[int, ...]  # length along each axis
 
     def overlap(self, other: "Region") -> "Region | None":
-        """The intersection, or None."""
         start = tuple(map(max, self.start, other.start))
         ends = [min(a + m, b + n) for a, m, b, n in zip(self.start, self.shape, other.start, other.shape, strict=True)]
         shape = tuple(end - begin for begin, end in zip(start, ends, strict=True))
@@ -141,8 +140,6 @@ class SavedTensor:
 
 
 class SavedState:
-    """The tensors of a state in a local folder."""
-
     def __init__(self, folder: Path, weights_alone: bool = False) -> None:
         """Read the headers of the files, with `weights_alone` without those of the optimizer, which may be missing.
         Raises StorageError if a file is missing or cannot be read."""

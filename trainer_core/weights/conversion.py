@@ -47,7 +47,6 @@ class Conversion(Held):
         return self.tensor.detach() if self.adapter is None else self.adapter.forward(self.tensor).detach()
 
     def forget(self) -> None:
-        """Free the sum with the adapter."""
         vars(self).pop("live", None)
 
 
@@ -128,7 +127,6 @@ class _Source:
         return Conversion(row, module, attribute, tensor, bool(tried.gathers), views, convert, adapter)
 
     def factors(self, stage: int, name: str, adapter: Adapter) -> Iterator[Conversion]:
-        """Those of the adapter of a linear layer, whose weight has that name."""
         known = self._names.known(stage, name)
         ranks = group_of(expert=False).size()
         for factor in adapter.factors():

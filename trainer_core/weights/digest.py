@@ -32,7 +32,6 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensor_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """`tensor_digest` of each tensor, wherever it is."""
     found: dict[int, str] = {}
     by_device: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
@@ -145,7 +144,6 @@ class Whole:
     planned: PlannedTensor
 
     def head(self) -> str:
-        """Text of type and shape in its digest."""
         return f"{self.planned.dtype} {self.planned.shape}"
 
     def rows(self) -> "Rows | None":

@@ -18,7 +18,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def element_type(name: str) -> torch.dtype:
-    """The element type of that name, as `dtype_name` gives it."""
     found = vars(torch)[name]
     if not isinstance(found, torch.dtype):
         raise SyncMismatch(f"{name!r} is not an element type")
@@ -26,7 +25,6 @@ def element_type(name: str) -> torch.dtype:
 
 
 def tensors_of(plan: WeightPlan) -> dict[int, list[PlannedTensor]]:
-    """The tensors of each bucket by its number, in order."""
     found: dict[int, list[PlannedTensor]] = {bucket.number: [] for bucket in plan.buckets}
     for tensor in plan.tensors:
         found[tensor.bucket].append(tensor)

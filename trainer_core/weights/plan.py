@@ -113,12 +113,10 @@ class Table(Frozen):
     rows: Rows
 
     def of(self, expert: bool) -> list[Row]:
-        """Rows of experts, or those of everything else."""
         return [row for row in self.rows if row.expert == expert]
 
 
 def encode(place: Place, rows: Sequence[Row]) -> bytes:
-    """A table as it travels."""
     packed = zlib.compress(_ROWS.dump_json(tuple(rows), exclude_defaults=True), 1)
     return place.model_dump_json().encode() + b"\n" + packed
 
@@ -278,7 +276,6 @@ class _Packer:
         return sorted(range(len(turn)), key=lambda number: (turn[number], self.senders[number]))
 
     def planned(self, order: Sequence[int]) -> list[PlannedTensor]:
-        """All tensors, the buckets being numbered in that order."""
         return [
             PlannedTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, bucket=number, offset=offset)
             for number, packed in enumerate(order)

@@ -18,7 +18,6 @@ class BucketSender:
     """Sends buckets until the first failure; its rank then continues the collectives, and raises it at the end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: PlannedDigests) -> None:
-        """`digests` are those of the buckets that this rank sends."""
         self._folder, self._planned = channel.folder, digests
         self._sender: Sender | None = None
         self._failure: RatchetError | None = None

@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter or buffer of this rank."""
-
     row: Row  # the tensor as the other ranks know it
     module: torch.nn.Module  # module that owns the tensor
     attribute: str  # the tensor's name there
@@ -104,5 +102,4 @@ class WholeExport:
 
 
 def named(name: str, tensor: torch.Tensor) -> Named:
-    """Type and shape of a tensor, under a name."""
     return Named(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))

@@ -33,8 +33,6 @@ _opened: dict[bytes, int] = {}
 
 
 class Shown(Frozen):
-    """File in which a sender describes its arenas."""
-
     card: str  # UUID of the card that they lie on
     handles: tuple[str, ...]  # handles by which other processes open them; hexadecimal
 

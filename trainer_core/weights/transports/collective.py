@@ -74,8 +74,6 @@ def _group(store: Store, rank: int, size: int, limit: timedelta, device: torch.d
 
 
 class CollectiveSender:
-    """Broadcasts each bucket while the next one is written."""
-
     def __init__(self, channel: Channel, plan: WeightPlan, rank: int, device: torch.device) -> None:
         """Meet all receivers; by NCCL from a card, by gloo from memory of the host."""
         self._signals, self._rank = Signals(channel, plan), rank
@@ -113,8 +111,6 @@ class CollectiveSender:
 
 
 class CollectiveReceiver:
-    """A receiver in the groups of all senders."""
-
     def __init__(self, channel: Channel, plan: WeightPlan, number: int, device: torch.device) -> None:
         self._channel, self._number, self._device = channel, number, device
         self._signals = Signals(channel, plan)

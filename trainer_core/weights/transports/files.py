@@ -36,7 +36,6 @@ class _BucketFiles:
         pass
 
     def _put(self, path: str, content: bytes) -> None:
-        """Let a file appear whole."""
         try:
             if self._local:
                 written = f"{path}.{uuid.uuid4().hex}.part"  # both ends may fail at the same time

@@ -48,7 +48,6 @@ class SharedArenas:
             self._pinning = pinning
 
     def close(self) -> None:
-        """Forget the mapping, which ends with the last tensor that shows some of it; raises as `pin`."""
         self.buffers = []
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
@@ -247,7 +246,6 @@ class Fetcher:
         self._read[0 if self._ahead is None else 1] = _now(self._device)
 
     def close(self) -> None:
-        """Release the buffers."""
         if self._stream is not None:
             self._stream.synchronize()  # what is copied may be given up
         self._buffers, self._ahead = [], None
