@@ -12,8 +12,8 @@ RETRAIN = (
         "filter-null-is-false",
         "not of an unknown comparison is true",
         "storage/filters.py",
-        '            return _Value(~self._truth(self._negated()), "truth", place)\n',
-        '            return _Value(pc.coalesce(~self._truth(self._negated()), True), "truth", place)\n',
+        '            return _Value(~self._truth(self._expression(_NOT)), "truth", place)\n',
+        '            return _Value(pc.coalesce(~self._truth(self._expression(_NOT)), True), "truth", place)\n',
         _FILTERS,
     ),
     Mutant(

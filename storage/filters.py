@@ -3,8 +3,8 @@
 The text is parsed here and becomes an Arrow expression; no part of it is ever evaluated as code.
 
     condition  = either {"or" either};  either = negated {"and" negated};  negated = ["not"] negated | comparison
-    comparison = sum [("==" | "=" | "!=" | "<>" | "<" | "<=" | ">" | ">=") sum
-                     | ["not"] "in" "(" literal {"," literal} ")" | "is" ["not"] "null"]
+    comparison = sum {("==" | "=" | "!=" | "<>" | "<" | "<=" | ">" | ">=") sum
+                     | ["not"] "in" "(" literal {"," literal} ")" | "is" ["not"] "null"}
     sum        = product {("+" | "-") product};  product = factor {("*" | "/") factor}
     factor     = "-" factor | number | 'text' | "true" | "false" | column | column.key | length(column)
                  | "(" condition ")"
@@ -43,6 +43,9 @@ _COMPARISONS: dict[str, Callable[[pc.Expression, pc.Expression], pc.Expression]]
     ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 _ARITHMETIC = {"+": pc.add, "-": pc.subtract, "*": pc.multiply, "/": pc.divide}  # pyright: ignore[reportAttributeAccessIssue] - made at import
+_JOINS = {"or": operator.or_, "and": operator.and_}
+_POWERS = {"or": 1, "and": 2, **dict.fromkeys([*_COMPARISONS, "is", "not", "in"], 4), "+": 5, "-": 5, "*": 6, "/": 6}
+_NOT = 3  # binding power of `not` before a condition, among those of the operators
 _DEEPEST = 100
 _SHOWN = 200  # characters of a filter in a message
 _LONGEST = 20_000  # characters; Arrow walks an expression recursively
@@ -96,7 +99,7 @@ class _Parser:
         self._next, self._depth = 0, 0
 
     def whole(self) -> pc.Expression:
-        found = self._truth(self._condition())
+        found = self._truth(self._expression())
         if self._token.kind != "end":
             self._fail(self._token, "the condition should end here, or go on with 'and' or 'or'")
         return found
@@ -126,8 +129,7 @@ class _Parser:
 
     def _takes(self, *texts: str) -> bool:
         """Take the next token if it is one of these signs or words."""
-        word = self._token.text.lower() if self._token.kind == "name" else self._token.text
-        found = self._token.kind in ("name", "sign") and word in texts
+        found = self._token.text.lower() in texts
         if found:
             self._take()
         return found
@@ -136,46 +138,39 @@ class _Parser:
         if not self._takes(sign):
             self._fail(self._token, f"{sign!r} is missing: {why}")
 
-    def _condition(self) -> _Value:
-        found = self._either()
-        while self._takes("or"):
-            found = self._joined(found, self._either(), operator.or_)
-        return found
-
-    def _either(self) -> _Value:
-        found = self._negated()
-        while self._takes("and"):
-            found = self._joined(found, self._negated(), operator.and_)
-        return found
-
-    def _joined(
-        self, left: _Value, right: _Value, join: Callable[[pc.Expression, pc.Expression], pc.Expression]
-    ) -> _Value:
-        return _Value(join(self._truth(left), self._truth(right)), "truth", left.place)
+    def _expression(self, least: int = 0) -> _Value:
+        """All that operators join which bind more tightly than `least`, from left to right."""
+        left = self._negated()
+        while _POWERS.get(self._token.text.lower(), 0) > least:
+            left = self._joined(left, self._take())
+        return left
 
     def _negated(self) -> _Value:
         place = self._token.place
         if not self._takes("not"):
-            return self._comparison()
+            return self._factor()
         with self._deeper():
-            return _Value(~self._truth(self._negated()), "truth", place)
+            return _Value(~self._truth(self._expression(_NOT)), "truth", place)
 
-    def _comparison(self) -> _Value:
-        left = self._sum()
-        sign = self._token
-        if self._takes(*_COMPARISONS):
-            return self._compared(left, sign, self._sum())
-        if self._takes("is"):
+    def _joined(self, left: _Value, sign: _Token) -> _Value:
+        word = sign.text.lower()
+        if word in _JOINS:
+            both = self._truth(left), self._truth(self._expression(_POWERS[word]))
+            return _Value(_JOINS[word](*both), "truth", left.place)
+        if word in _ARITHMETIC:
+            numbers = self._number(left), self._number(self._expression(_POWERS[word]))
+            return _Value(_ARITHMETIC[word](*numbers), "number", left.place)
+        if word in _COMPARISONS:
+            return self._compared(left, sign, self._expression(_POWERS[word]))
+        if word == "is":
             negated = self._takes("not")
             self._expect("null", "write 'is null' or 'is not null'")
-            empty = left.expression.is_null()
-            return _Value(~empty if negated else empty, "truth", left.place)
-        if self._takes("not"):
-            self._expect("in", "'not' between two values belongs to 'in'")
-            return _Value(~self._among(left), "truth", left.place)
-        if self._takes("in"):
-            return _Value(self._among(left), "truth", left.place)
-        return left
+            found = left.expression.is_null()
+        else:
+            if negated := word == "not":
+                self._expect("in", "'not' between two values belongs to 'in'")
+            found = self._among(left)
+        return _Value(~found if negated else found, "truth", left.place)
 
     def _compared(self, left: _Value, sign: _Token, right: _Value) -> _Value:
         if left.kind != right.kind or left.kind in ("list", "map"):
@@ -198,16 +193,6 @@ class _Parser:
             there = self._text[value.place :].split(",")[0].strip()
             self._fail(_Token("sign", there, value.place), f"each value after 'in' must be a {left.kind}")
         return value
-
-    def _sum(self) -> _Value:
-        return self._chain(lambda: self._chain(self._factor, "*", "/"), "+", "-")
-
-    def _chain(self, operand: Callable[[], _Value], *signs: str) -> _Value:
-        left = operand()
-        while (sign := self._token).kind == "sign" and self._takes(*signs):
-            numbers = [self._number(left), self._number(operand())]
-            left = _Value(_ARITHMETIC[sign.text](*numbers), "number", left.place)
-        return left
 
     def _number(self, value: _Value) -> pc.Expression:
         if value.kind != "number":
@@ -238,7 +223,7 @@ class _Parser:
                 return _Value(pc.negate(self._number(value)), "number", token.place)  # pyright: ignore[reportAttributeAccessIssue]
         if token.text == "(":
             with self._deeper():
-                found = self._condition()
+                found = self._expression()
             self._expect(")", f"it ends what begins at position {token.place + 1}")
             return found
         return self._fail(token, f"a column or a value is missing here; columns are {', '.join(self._schema.names)}")
