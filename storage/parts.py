@@ -18,7 +18,7 @@ from storage.kill_points import Point
 from storage.manifest import Manifest, Part
 from storage.meter import measured
 from storage.parallel import each
-from storage.schema import check, stored_schema
+from storage.schema import check
 
 _PARALLEL = 8
 _MUCH = 1 << 26  # bytes
@@ -207,20 +207,6 @@ def _compare(part: Part, digest: str, root: Root) -> None:
     if digest != part.digest:
         fact = f"{root.url}/{part.key} is damaged: xxh3-128 {digest} was read, {part.digest} was written"
         raise DigestMismatch(f"{fact}. Restore the object, or do the stage again")
-
-
-def read_stored_table(root: Root, manifest: Manifest, columns: Sequence[str] | None = None) -> pa.Table:
-    """All table parts of a stage in the manifest's order, in the schema that the parts name. Raises DigestMismatch if a
-    part was damaged, PartMissing if a part is gone, SchemaMismatch if a part has another schema than its table,
-    StorageError if the stage has no table parts."""
-    tables = []
-    for part in manifest.tables:
-        data = read_part_buffer(root, part)
-        schema = stored_schema(pa.ipc.open_file(data).schema, part.key)
-        tables.append(open_table(data, schema, part.key, columns or schema.names))
-    if not tables:
-        raise StorageError(f"{manifest.stage} of iteration {manifest.iteration} of run {manifest.run} has no table")
-    return pa.concat_tables(tables)
 
 
 def flat(column: pa.ChunkedArray) -> tuple[NDArray[np.generic], NDArray[np.int64]]:

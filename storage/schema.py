@@ -191,11 +191,6 @@ EVALUATION_SAMPLES = _schema(
     *_SCORE,
 )
 
-_ALL = (PROMPTS, ROLLOUT, REWARD, EVALUATION, EVALUATION_SAMPLES, SELECTION)
-
-TABLES = {schema.metadata[b"table"].decode(): schema for schema in _ALL}
-"""Every stored table, by name."""
-
 
 def fingerprint(schema: pa.Schema) -> str:
     """Identity of a schema: names, types, nullability, meaning. Arrow casts silently, so readers compare this."""
@@ -217,14 +212,6 @@ def check(schema: pa.Schema, expected: pa.Schema, where: str) -> None:
         if not mine.equals(theirs, check_metadata=True):
             raise SchemaMismatch(f"{where}: found field {theirs} where {mine} is expected")
     raise SchemaMismatch(f"{where}: fields {schema.names} with {_text(schema.metadata)}; expected {expected.names}")
-
-
-def stored_schema(schema: pa.Schema, where: str) -> pa.Schema:
-    """The current schema of the table that a file claims to hold. Raises SchemaMismatch if the file names no table, or
-    one that this version does not know."""
-    if _table(schema) not in TABLES:
-        raise SchemaMismatch(f"{where} holds table {_table(schema)!r}; this version knows {sorted(TABLES)}")
-    return TABLES[_table(schema)]
 
 
 def _table(schema: pa.Schema) -> str:

@@ -27,7 +27,7 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError, RatchetError
 from storage.layout import part_key
 from storage.manifest import Manifest, commit
-from storage.parts import PartWriter, flat, read_stored_table
+from storage.parts import PartWriter, flat, read_table
 from storage.schema import ROLLOUT
 from storage.turns import one_turn
 from storage.upkeep.archive import SAMPLES, write_tables
@@ -173,8 +173,8 @@ def measure(folder: Path, samples: int, repeats: int) -> dict[str, float]:
     write = cpu_seconds(lambda repeat: written(root, table, repeat, "zstd"), repeats)
     write_raw = cpu_seconds(lambda repeat: written(root, table, 100 + repeat, None), repeats)
     raw, packed = written(root, table, 100, None), written(root, table, 0, "zstd")
-    read = cpu_seconds(lambda _: tensor_views(read_stored_table(root, raw)), repeats)
-    read_packed = cpu_seconds(lambda _: tensor_views(read_stored_table(root, packed)), repeats)
+    read = cpu_seconds(lambda _: tensor_views(read_table(root, raw, ROLLOUT)), repeats)
+    read_packed = cpu_seconds(lambda _: tensor_views(read_table(root, packed, ROLLOUT)), repeats)
     jsonl, lists = baselines(folder, table.slice(0, min(BASELINE_SAMPLES, samples)), repeats)
     return {
         "samples": samples,

@@ -20,7 +20,7 @@ from storage.errors import InputError
 from storage.ids import Workflow
 from storage.manifest import Manifest, load
 from storage.ownership.scratch import scratch
-from storage.parts import read_stored_table
+from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
 from storage.selection import sample_keys
 from storage.upkeep.catalog import Names, contents, names, require_run
@@ -116,8 +116,8 @@ def _leaves(field: pa.Field) -> list[str]:
 
 def scored(root: Root, rollout: Manifest, reward: Manifest | None, texts: Texts = without_texts) -> pa.Table:
     """Samples of one iteration, each with its own score, in the rollout's order and the schema SAMPLES."""
-    samples = read_stored_table(root, rollout)
-    found = REWARD.empty_table() if reward is None else read_stored_table(root, reward)
+    samples = read_table(root, rollout, ROLLOUT)
+    found = REWARD.empty_table() if reward is None else read_table(root, reward, REWARD)
     rows = pc.index_in(sample_keys(samples), value_set=sample_keys(found))  # pyright: ignore[reportAttributeAccessIssue]
     scores = [found[name].take(rows) for name in _SCORES]
     return pa.table([*samples.columns, *scores, *texts(samples)], schema=SAMPLES)

@@ -12,8 +12,8 @@ from storage.backends.root import Root
 from storage.errors import InputError, StorageError
 from storage.ids import Workflow
 from storage.manifest import Manifest, Origin
-from storage.parts import read_parts, read_stored_table
-from storage.schema import PROMPTS, SELECTION
+from storage.parts import read_parts, read_table
+from storage.schema import PROMPTS, REWARD, ROLLOUT, SELECTION
 from storage.selection import SHARE, Source, read_sources
 from storage.turns import ended_by, sampled_by
 from storage.upkeep.catalog import contents, names_of, require_run, runs, survey
@@ -79,7 +79,7 @@ def of_weights(root: Root, workflow: Workflow, run: str, version: int, revision:
     selection = next((one for one in ancestors if one.stage == workflow.selects), None)
     sync = _stage(newest, version, workflow.ends_iteration)
     place = {manifest.digest: number for number, manifest in enumerate([*earlier, *newest])}
-    asked = read_stored_table(root, rollout, ["prompt_id"])["prompt_id"].unique().to_pylist() if rollout else ()
+    asked = read_table(root, rollout, ROLLOUT, ["prompt_id"])["prompt_id"].unique().to_pylist() if rollout else ()
     return WeightsLineage(
         run=run,
         version=version,
@@ -107,11 +107,11 @@ def of_sample(
     rollout = _stage(newest, iteration, workflow.samples)
     if rollout is None:
         raise InputError(f"run {run!r} has no rollout of iteration {iteration}")
-    sample = _one_row(read_stored_table(root, rollout), prompt_id, sample_id)
+    sample = _one_row(read_table(root, rollout, ROLLOUT), prompt_id, sample_id)
     if sample is None:
         raise InputError(f"iteration {iteration} of run {run!r} has no sample {sample_id} of prompt {prompt_id!r}")
     reward = _stage(newest, iteration, workflow.scores)
-    score = _one_row(read_stored_table(root, reward), prompt_id, sample_id) if reward else None
+    score = _one_row(read_table(root, reward, REWARD), prompt_id, sample_id) if reward else None
     versions = sampled_by(sample)
     sync = _stage(newest, versions[-1], workflow.ends_iteration) if versions else None
     return SampleLineage(

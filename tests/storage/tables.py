@@ -5,7 +5,9 @@ from datetime import UTC, datetime
 import numpy as np
 import pyarrow as pa
 
+from storage import schema
 from storage.manifest import Manifest, Part
+from storage.parts import read_table
 from storage.schema import REWARD, ROLLOUT
 from storage.turns import of_each_token, one_turn
 from tasks.stages.names import Stage
@@ -16,6 +18,13 @@ TIME = datetime(2026, 1, 1, tzinfo=UTC)
 def manifest(stage: Stage = Stage.ROLLOUT, iteration: int = 1, parts: tuple[Part, ...] = (), **fields) -> Manifest:
     given = {"run": "run", "config_digest": "c0", "code_version": "1", "started": TIME, "finished": TIME, **fields}
     return Manifest(stage=stage, iteration=iteration, parts=parts, **given)
+
+
+def read_stored_table(root, manifest: Manifest, columns=None) -> pa.Table:
+    """The table of a stage, of which its first part says which one it is."""
+    with pa.ipc.open_file(root.read_buffer(manifest.tables[0].key)) as file:
+        name = file.schema.metadata[b"table"].decode()
+    return read_table(root, manifest, vars(schema)[name.upper()], columns)
 
 
 def list_column(lengths, kind, random) -> pa.Array:

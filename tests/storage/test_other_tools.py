@@ -10,10 +10,11 @@ import pytest
 
 from storage.backends.root import Root, open_root
 from storage.manifest import need
-from storage.parts import read_stored_table, row_views
+from storage.parts import row_views
 from storage.upkeep.archive import compact
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import GROUPS, SAMPLES, make_run
+from tests.storage.tables import read_stored_table
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "storage.md"
 COLUMNS = ("prompt_tokens", "response_tokens", "logprobs", "prompt_id", "sample_id", "seed", "turns")

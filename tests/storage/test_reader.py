@@ -7,11 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.errors import SchemaMismatch, StorageError
-from storage.parts import PartWriter, flat, read_stored_table, row_views
+from storage.parts import PartWriter, flat, row_views
 from storage.schema import ROLLOUT
 from tasks.stages.names import Stage
-from tests.storage.tables import list_column, manifest, rollout_table
+from tests.storage.tables import list_column, manifest, read_stored_table, rollout_table
 
 LISTS = ("prompt_tokens", "response_tokens", "logprobs")
 RANDOM = np.random.default_rng(0)
@@ -28,19 +27,6 @@ def test_the_parts_themselves_say_which_table_they_are(any_root):
     stage = stored(any_root, *tables)
     assert read_stored_table(any_root, stage).equals(pa.concat_tables(tables))
     assert read_stored_table(any_root, stage, ["seed"]).schema.names == ["seed"]
-
-
-def test_a_stage_without_tables_cannot_be_read_as_one(root):
-    with pytest.raises(StorageError, match="rollout of iteration 1 of run run has no table"):
-        read_stored_table(root, manifest())
-
-
-def test_a_table_that_nobody_knows_is_refused(root):
-    schema = pa.schema([pa.field("x", pa.int32())], metadata={"table": "poems", "version": "1"})
-    table = pa.Table.from_arrays([pa.array([1], pa.int32())], schema=schema)
-    part = PartWriter(root, "run", 1, Stage.ROLLOUT).write_table("poems.arrow", table, schema)
-    with pytest.raises(SchemaMismatch, match=f"{part.key} holds table 'poems'"):
-        read_stored_table(root, manifest(parts=(part,)))
 
 
 @pytest.mark.parametrize("slices", [[(0, 12)], [(0, 5), (5, 7)], [(3, 4), (7, 0), (7, 5)]], ids=len)

@@ -24,13 +24,13 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import commit, need
-from storage.parts import PartWriter, read_stored_table
+from storage.parts import PartWriter
 from storage.schema import REWARD, ROLLOUT
 from tasks.config.stored import record_config
 from tasks.stages.names import Stage
 from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
-from tests.storage.tables import manifest, rollout_table, scored_table
+from tests.storage.tables import manifest, read_stored_table, rollout_table, scored_table
 
 PORT, TOKEN = 4321, "right-token"
 HERE = f"http://127.0.0.1:{PORT}"

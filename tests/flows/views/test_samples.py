@@ -13,13 +13,13 @@ from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.kill_points import Point
 from storage.manifest import need
-from storage.parts import read_stored_table
 from storage.upkeep.archive import scored
 from tasks.data.tokenizer import StoredTexts
 from tasks.rewards.match import characters
 from tasks.stages.names import Stage
 from tests.small.config import PROMPTS, SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.storage.tables import read_stored_table
 
 ALL = Choice(random=PROMPTS * SAMPLES)
 

@@ -10,12 +10,11 @@ import pytest
 
 from storage.errors import InputError
 from storage.ownership.scratch import sweep
-from storage.parts import read_stored_table
 from storage.schema import ROLLOUT
 from storage.upkeep.archive import SAMPLES, compact, compact_new
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_iteration, make_run, put
-from tests.storage.tables import rollout_table
+from tests.storage.tables import read_stored_table, rollout_table
 
 PROJECT = Path(__file__).resolve().parents[3]
 

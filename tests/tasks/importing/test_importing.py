@@ -15,7 +15,6 @@ from flows.views.samples import scored_samples
 from storage.backends.root import Root, open_root
 from storage.errors import InputError
 from storage.manifest import find, need
-from storage.parts import read_stored_table
 from storage.turns import ended_by, sampled_by
 from storage.upkeep.archive import compact
 from storage.upkeep.catalog import runs
@@ -26,6 +25,7 @@ from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.selecting import Selecting, rollouts
+from tests.storage.tables import read_stored_table
 
 ROW = {"input_ids": [3, 4], "response_tokens": [5, 6, 7], "logprobs": [-0.5, -1.0, 0.0], "reward": 0.5}
 COLUMNS = {"prompt_tokens": "input_ids"}

@@ -11,7 +11,7 @@ import pytest
 from storage.backends.root import Root, open_root
 from storage.errors import InputError, StorageError
 from storage.manifest import Manifest, commit, need, revisions
-from storage.parts import PartWriter, read_stored_table
+from storage.parts import PartWriter
 from storage.revisions import record_choice, record_rerun
 from storage.schema import REWARD, ROLLOUT, SELECTION
 from storage.upkeep.fork import fork
@@ -20,7 +20,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.selecting import SeenHashes, Selecting, hashes_of, rollouts
 from tests.storage.revised import choice, rerun
 from tests.storage.runs import DOCUMENT, GROUPS, SAMPLES, make_iteration, make_run, reward_table
-from tests.storage.tables import list_column, rollout_table, scored_table
+from tests.storage.tables import list_column, read_stored_table, rollout_table, scored_table
 
 PER_ITERATION = GROUPS * SAMPLES
 NAMES = ("prompt_tokens", "response_tokens")
