@@ -6,6 +6,7 @@ What is wrong with one run is noted and does not stop the others.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pydantic import BaseModel, computed_field
 
@@ -16,7 +17,7 @@ from storage.ownership.lease import hold
 from storage.upkeep.archive import compact_new, without_texts
 from storage.upkeep.beside import collect_beside, verify_beside
 from storage.upkeep.catalog import require_run, runs
-from storage.upkeep.retention import Collection, collect
+from storage.upkeep.retention import collect
 from tasks.config.environment import without_secrets
 from tasks.data.tokenizer import texts_of
 from tasks.stages.names import WORKFLOW
@@ -63,7 +64,7 @@ def maintain_root(
         require_run(root, name)
     done: list[RunUpkeep] = []
     for name in chosen or runs(root):
-        done.append(_Run(root, name).kept_up(upkeep))
+        done.append(_kept_up(root, name, upkeep))
         say(line_of(done[-1]))
     return Maintenance(root=root.url, runs=tuple(done))
 
@@ -75,51 +76,40 @@ def line_of(one: RunUpkeep) -> str:
     return f"run {one.run}: {deleted}, {one.archived} samples archived, {size(one.verified_bytes)} verified: {verdict}"
 
 
-class _Run:
-    def __init__(self, root: Root, run: str) -> None:
-        self._root, self._run = root, run
-        self._driven = False
-        self._done: dict[str, int] = {}
-        self._problems: list[str] = []
-
-    def kept_up(self, upkeep: Upkeep) -> RunUpkeep:
-        """Do what is asked for; each piece of work is tried, whatever becomes of the others."""
-        for wanted, work in ((upkeep.gc, self._clean), (upkeep.compact, self._compact), (upkeep.verify, self._verify)):
-            if wanted:
-                self._try(work)
-        problems = tuple(dict.fromkeys(self._problems))
-        return RunUpkeep(run=self._run, driven=self._driven, problems=problems, **self._done)
-
-    def _try(self, work: Callable[[], object]) -> None:
+def _kept_up(root: Root, run: str, upkeep: Upkeep) -> RunUpkeep:
+    """Do what is asked for; each piece of work is tried, whatever becomes of the others."""
+    done: dict[str, Any] = {}
+    problems: list[str] = []
+    for wanted, work in ((upkeep.gc, _clean), (upkeep.compact, _compact), (upkeep.verify, _verify)):
         try:
-            work()
+            problems += work(root, run, done) if wanted else []
         except StorageInterrupted:
             raise  # it would be the same for every other run
         except RatchetError as error:
-            self._problems.append(without_secrets(str(error)))
+            problems.append(str(error))
+    return RunUpkeep(run=run, problems=tuple(dict.fromkeys(map(without_secrets, problems))), **done)
 
-    def _clean(self) -> None:
-        require_run(self._root, self._run)
-        found = self._collected()
-        self._done |= {"removed": len(found.garbage), "removed_bytes": found.bytes}
-        self._problems += [f"{one.key} cannot be read, so no part is deleted: {one.reason}" for one in found.unreadable]
 
-    def _collected(self) -> Collection:
-        try:
-            with hold(self._root, self._run, OWNER) as lease:
-                return collect(self._root, WORKFLOW, self._run, apply=True, fence=lease)
-        except LeaseHeld:
-            self._driven = True
-            return collect_beside(self._root, WORKFLOW, self._run)
+def _clean(root: Root, run: str, done: dict[str, Any]) -> list[str]:
+    require_run(root, run)
+    try:
+        with hold(root, run, OWNER) as lease:
+            found = collect(root, WORKFLOW, run, apply=True, fence=lease)
+    except LeaseHeld:
+        done["driven"] = True
+        found = collect_beside(root, WORKFLOW, run)
+    done |= {"removed": len(found.garbage), "removed_bytes": found.bytes}
+    return [f"{one.key} cannot be read, so no part is deleted: {one.reason}" for one in found.unreadable]
 
-    def _compact(self) -> None:
-        made = compact_new(self._root, WORKFLOW, self._run, lambda: texts_of(self._root, self._run) or without_texts)
-        self._done["archived"] = sum(one.rows for one in made)
 
-    def _verify(self) -> None:
-        found = verify_beside(self._root, self._run)
-        self._done["verified_bytes"] = found.bytes
-        if not found.sound:
-            faults = [f"{one.key} is {one.fault}: {one.detail}" for one in found.findings if not one.is_harmless]
-            named = some(faults, _SHOWN, f": `ratchet verify {self._run}`", "; ")
-            self._problems.append(without_secrets(f"not sound: {named}"))
+def _compact(root: Root, run: str, done: dict[str, Any]) -> list[str]:
+    made = compact_new(root, WORKFLOW, run, lambda: texts_of(root, run) or without_texts)
+    done["archived"] = sum(one.rows for one in made)
+    return []
+
+
+def _verify(root: Root, run: str, done: dict[str, Any]) -> list[str]:
+    found = verify_beside(root, run)
+    done["verified_bytes"] = found.bytes
+    faults = [f"{one.key} is {one.fault}: {one.detail}" for one in found.findings if not one.is_harmless]
+    return [f"not sound: {some(faults, _SHOWN, f': `ratchet verify {run}`', '; ')}"] if faults else []

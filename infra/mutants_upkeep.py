@@ -78,8 +78,8 @@ UPKEEP = (
         "maintain-without-the-lease",
         "a run that is driven is cleaned as if it were not",
         "flows/maintenance.py",
-        "            return collect_beside(self._root, WORKFLOW, self._run)\n",
-        "            return collect(self._root, WORKFLOW, self._run, apply=True)\n",
+        "        found = collect_beside(root, WORKFLOW, run)\n",
+        "        found = collect(root, WORKFLOW, run, apply=True)\n",
         _ALL,
     ),
     Mutant(
