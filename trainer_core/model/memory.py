@@ -9,6 +9,7 @@ and skips frozen parameters.
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,10 +17,12 @@ from megatron.core.distributed import DistributedDataParallel
 
 from storage.errors import AccumulationPending
 from trainer_core.config import MemoryConfig
-from trainer_core.platform.pinning import pin, unpin
+from trainer_core.platform.pinning import Pinning, pinning_of
 
 Kind = Literal["parameters", "gradients", "optimizer"]
 Tensors = Callable[[], Iterable[torch.Tensor]]
+
+_OFFLOADED = Path("the trainer's offloaded weights and optimizer")  # in messages
 
 
 class Residence:
@@ -27,8 +30,7 @@ class Residence:
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], device: torch.device) -> None:
         self._chunks = chunks
-        self._parameters = _Compartment(pinned=device.type == "cuda")
-        self._optimizer = _Compartment(pinned=device.type == "cuda")
+        self._parameters, self._optimizer = (_Compartment(pinning_of(device)) for _ in range(2))
         self._gradients_dropped = False
         self._of_optimizer: Tensors = tuple
         self.accumulating = False  # the gradient buffers hold gradients that no update has used yet
@@ -93,8 +95,8 @@ class Residence:
 class _Compartment:
     """Storages that are emptied and filled together, and reusable host memory for their bytes."""
 
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, pinning: Pinning | None) -> None:
+        self._pinning = pinning
         self._host = torch.empty(0, dtype=torch.uint8)
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
 
@@ -132,8 +134,9 @@ class _Compartment:
         if self._host.nbytes < size:
             self._host = torch.empty(0, dtype=torch.uint8)  # the smaller one first goes back
             self._host = torch.empty(size, dtype=torch.uint8)
-            if self._pinned and pin(self._host):
-                weakref.finalize(self._host, unpin, self._host.data_ptr()).atexit = False
+            # exactly its size: torch's own allocator of pinned memory takes the next power of two
+            if self._pinning is not None and self._pinning.pin(self._host, _OFFLOADED):
+                weakref.finalize(self._host, self._pinning.unregister, self._host.data_ptr()).atexit = False
         return self._host[:size]
 
 

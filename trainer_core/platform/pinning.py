@@ -26,8 +26,9 @@ class Pinning:
     wait: Callable[[], None]  # waits until what was copied is there
 
     def pin(self, memory: torch.Tensor, file: Path) -> bool:
-        """Pin the memory that a file is mapped to. False if it cannot be pinned: the kernel does not let a device write
-        to a file on a disk. Raises WorkerLost if the device does not work, or the memory is pinned already."""
+        """Pin host memory; `file` is what it is mapped to, for messages. False if it cannot be pinned: the kernel does
+        not let a device write to a file on a disk. Raises WorkerLost if the device does not work, or the memory is
+        pinned already."""
         code = self.register(memory.data_ptr(), memory.nbytes)
         if code in _NOT_HERE:
             self.forget()
@@ -61,17 +62,3 @@ def pinning_of(device: torch.device) -> Pinning | None:
         forget=forget,
         wait=torch.cuda.synchronize,
     )
-
-
-def pin(memory: torch.Tensor) -> bool:
-    """Lock the pages of contiguous host memory that is in no file; False if that is refused: copies then only take
-    longer. It takes exactly its size: torch's own allocator of pinned memory takes the next power of two. Raises
-    WorkerLost if the device does not work, or the memory is pinned already."""
-    pinning = pinning_of(torch.device("cuda"))
-    return pinning is not None and pinning.pin(memory, Path("the trainer's offloaded weights and optimizer"))
-
-
-def unpin(address: int) -> None:
-    """Undo `pin` of the memory that begins there, before it is given back."""
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostUnregister(address))
