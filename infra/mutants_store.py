@@ -120,7 +120,7 @@ STORE = (
         "piece-of-another-stage",
         "a piece that names a part of another stage is used",
         "storage/unfinished.py",
-        '    if not part.key.startswith(f"{layout.parts_of_piece(key)}/"):\n',
+        '    if not part.key.startswith(f"{layout.stage_parts(layout.run_of(key), iteration, stage)}/"):\n',
         "    if not part.key:\n",
         _COPIED,
     ),

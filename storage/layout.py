@@ -137,12 +137,6 @@ def piece_of_increment(key: str) -> str | None:
     return None if found is None else f"{run}/{found[1]}.pieces/{found[2]}.json"
 
 
-def parts_of_piece(key: str) -> str:
-    """The folder of the part that the record of a piece names."""
-    iteration, stage = place_of(key) or (0, "")
-    return stage_parts(run_of(key), iteration, stage)
-
-
 def attempt_key(run: str, iteration: int, stage: str, revision: int, number: int) -> str:
     """Record that work on a stage began, numbered from 0 without gaps."""
     return f"{run}/manifests/{iteration:06d}/{stage}.r{revision}.attempt-{number}.json"

@@ -50,8 +50,6 @@ def keep_piece(writer: PartWriter, name: str, part: Part, scores: Sequence[dict[
 
 
 class Grown(NamedTuple):
-    """Tokens by which a response has grown."""
-
     row: int  # place of the sample in its piece
     first: int  # tokens of the response before these
     tokens: NDArray[np.int32]
@@ -106,8 +104,6 @@ class TurnEvent(BaseModel, frozen=True, extra="forbid"):
 
 
 class TurnsRecord(BaseModel, frozen=True, extra="forbid"):
-    """Record of events of the conversations of a piece in progress."""
-
     format_version: Literal[1] = 1  # version of this record's own format
     events: tuple[TurnEvent, ...]
 
@@ -182,7 +178,8 @@ def keep_increment(root: Root, piece: str, number: int, record: IncrementRecord 
 def read_piece(root: Root, key: str) -> Part:
     """The part that the record at `key` names; raises as `records.read`."""
     part = records.read(root, key, PieceRecord).part
-    if not part.key.startswith(f"{layout.parts_of_piece(key)}/"):
+    iteration, stage = layout.place_of(key) or (0, "")
+    if not part.key.startswith(f"{layout.stage_parts(layout.run_of(key), iteration, stage)}/"):
         raise WrongRecord(f"{root.url}/{key} names {part.key}, which another stage made. Remove the record")
     return part
 

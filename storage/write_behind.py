@@ -22,10 +22,6 @@ Again = Callable[[RatchetError, int], float | None]
 """After how many seconds a job that has raised an error in that many attempts is done again; None leaves it failed."""
 
 
-def never_again(_error: RatchetError, _attempts: int) -> None:
-    """Leave each job that has failed."""
-
-
 class WriteBehind:
     """Does jobs one after another in its own thread. A train state is stored here, then its manifest is published, then
     the manifests of what was made from it meanwhile. The order is the promise: nothing is published before everything
@@ -42,7 +38,7 @@ class WriteBehind:
         self._named: dict[Hashable, Future[None]] = {}
         self._adding = threading.Lock()
         self._dropped = threading.Event()
-        self._again: Again = never_again
+        self._again: Again = lambda _error, _attempts: None
 
     def __enter__(self) -> Self:
         return self

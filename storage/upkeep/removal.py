@@ -19,7 +19,6 @@ from storage.ids import check_run_name
 from storage.manifest import Fence
 from storage.parallel import each
 from storage.upkeep.catalog import Removal
-from storage.upkeep.retention import abort_uploads
 
 _BATCH, _REMOVERS = 64, 8
 
@@ -46,7 +45,8 @@ def remove(root: Root, run: str, fence: Fence) -> Removed:
     records.publish(root, key, Removal(time=datetime.now(UTC)))
     fence.check()
     root.remove(layout.run_config_key(run))
-    abort_uploads(root, run)
+    for one in root.uploads(run):
+        root.abort_upload(one.key, one.id)
     kept = (key, f"{layout.lease_folder(run)}/")
     _delete(root, [one for one in root.stored(run) if not one.key.startswith(kept)], fence)
     return there

@@ -42,7 +42,6 @@ class Retention(BaseModel, frozen=True, extra="forbid"):
     every: int | None = None  # also keep the states of iterations that this number divides
 
     def keeps(self, iteration: int, newest: int) -> bool:
-        """True if the state of `iteration` stays when `newest` is the newest."""
         if iteration == 0 or self.newest is None or iteration > newest - max(self.newest, 1):
             return True
         return self.every is not None and iteration % self.every == 0
@@ -317,9 +316,3 @@ def _uploaded(root: Root, run: str, old: datetime) -> Iterator[Garbage]:
     for one in root.uploads(run):
         if one.started < old:
             yield Garbage(key=one.key, bytes=0, reason="an upload that a crash ended", upload=one.id)
-
-
-def abort_uploads(root: Root, run: str) -> None:
-    """Drop every upload of a run that was not finished."""
-    for one in root.uploads(run):
-        root.abort_upload(one.key, one.id)
