@@ -150,7 +150,7 @@ OPERATORS = (
         "operators-hasty",
         "a crash is acted on before its second report",
         "flows/site/reconciling.py",
-        " and _age_s(one) >= _patience(one, quiet_s, gone_s)]",
+        " and _is_due(one, quiet_s, gone_s)]",
         "]",
         _RECONCILING,
     ),

@@ -56,8 +56,6 @@ def of_file(path: str, run: str | None, settings: Sequence[str]) -> tuple[str, R
 
 
 class Continuable(BaseModel, frozen=True, extra="forbid"):
-    """A run that can be continued with a configuration."""
-
     run: str
     root: str
     prepared: str  # digest of the stage that stored its model and its prompts, which are used instead of their sources
@@ -77,7 +75,10 @@ def check_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: 
         if name is not None and (prepared := _prepared(store, check_run_name(name), config)) is not None:
             _show_continued(output, store, name, config, prepared)
         else:
-            _show_new(output, config)
+            from flows.views.checked import checked, lines_of
+
+            found = checked(config)
+            output.result(found, lines_of(found))
     return 0
 
 
@@ -88,13 +89,6 @@ def _prepared(store: Root, name: str, config: RunConfig) -> Manifest | None:
 
     check_record(store, name, config)
     return prepared_stage(store, name)
-
-
-def _show_new(output: Output, config: RunConfig) -> None:
-    from flows.views.checked import checked, lines_of
-
-    found = checked(config)
-    output.result(found, lines_of(found))
 
 
 def _show_continued(output: Output, store: Root, name: str, config: RunConfig, prepared: Manifest) -> None:

@@ -24,7 +24,7 @@ from storage.errors import InputError
 from storage.ids import check_run_name
 from storage.upkeep.catalog import names
 from storage.upkeep.fork import Announce
-from tasks.config.retrain import place_of
+from tasks.config.retrain import RetrainSection, place_of
 from tasks.config.run import RunConfig
 from tasks.config.stored import begun_by
 from tasks.forking import retrain_config, since_of, start_of
@@ -34,7 +34,7 @@ def named() -> str:
     return expanded(flow_run.get_parameters()["run"], this_flow_run().moment)
 
 
-@form("retrain", named)
+@form("retrain", named, RetrainSection)
 def retrain(
     run: str,
     root: str,
@@ -64,15 +64,10 @@ def retrain(
         start: The state to begin with, as RUN@ITERATION; RUN alone is the newest that it has kept. Of another root as
             ROOT//RUN@ITERATION.
         select: Whose samples, each as RUN or RUN@FROM-TO, of another root as ROOT//RUN@FROM-TO.
-        where: Condition over columns of samples and scores, such as reward > 0 and oldest_version >= 12.
         newer_than: Only samples of the last 90m, 24h, 7d or 2w before the scheduled start. It is replaced by `since`
             when the flow run begins, so that a Retry selects the same.
         since: Only samples that were made at this time or later, such as 2026-11-22T03:00:00+00:00.
-        limit: Most samples.
-        deduplicate: Take samples with equal tokens once.
-        rescore: Score the samples again first, with the reward of the configuration. Old scores stay.
         samples: Samples of an iteration; 256 if not given.
-        epochs: Passes over the selection; 1 if not given.
         config: Absolute path or URL of a TOML file with the settings that differ from those of the run to begin from.
         settings: Settings that replace both, each as section.key=value.
     """

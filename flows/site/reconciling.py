@@ -65,16 +65,14 @@ def reconcile(
         flow_run_filter=those(state={"type": {"any_": wanted}}),
         work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
     )
-    lost = [one for one in found if str(one.id) not in (alive or ()) and _age_s(one) >= _patience(one, quiet_s, gone_s)]
+    lost = [one for one in found if str(one.id) not in (alive or ()) and _is_due(one, quiet_s, gone_s)]
     return tuple(one.name for one in lost if _continued(client, one))
 
 
-def _patience(flow_run: FlowRun, quiet_s: float, gone_s: float) -> float:
-    return quiet_s if flow_run.state is not None and flow_run.state.is_crashed() else gone_s
-
-
-def _age_s(flow_run: FlowRun) -> float:
-    return 0.0 if flow_run.state is None else (datetime.now(UTC) - flow_run.state.timestamp).total_seconds()
+def _is_due(flow_run: FlowRun, quiet_s: float, gone_s: float) -> bool:
+    state = flow_run.state
+    age_s = 0.0 if state is None else (datetime.now(UTC) - state.timestamp).total_seconds()
+    return age_s >= (quiet_s if state is not None and state.is_crashed() else gone_s)
 
 
 def _continued(client: SyncPrefectClient, flow_run: FlowRun) -> bool:

@@ -186,7 +186,8 @@ def _iteration(root: Root, request: Request) -> dict[str, Any]:
     run, iteration = request.path_params["run"], request.path_params["iteration"]
     places = {at for at, _ in names(root, run).newest}
     if iteration not in places:
-        raise InputError(f"run {run!r} has no iteration {iteration}: it has {_span(places)}")
+        there = f"iterations {min(places)} to {max(places)}" if places else "none yet"
+        raise InputError(f"run {run!r} has no iteration {iteration}: it has {there}")
     record = read_record(root, run, iteration)
     data = {
         "record": record,
@@ -205,10 +206,6 @@ def _iteration(root: Root, request: Request) -> dict[str, Any]:
         "histograms": reading.distributions(found, iteration),
         "extremes": read_chosen(root, run, iteration, Choice(best=_EXTREMES, worst=_EXTREMES)).samples,
     }
-
-
-def _span(places: set[int]) -> str:
-    return f"iterations {min(places)} to {max(places)}" if places else "none yet"
 
 
 def _again(run: str, record: IterationRecord, root: Root) -> list[str]:

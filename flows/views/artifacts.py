@@ -49,7 +49,6 @@ class Shown:
 
 
 def publish(status: RunStatus, png: bytes) -> None:
-    """Attach the artifacts of a run that is complete to the current flow run."""
     run = status.run
     rows, text = iteration_table(status.history[-WINDOW:], status.root, run), f"the last {WINDOW} at most"
     create_table_artifact(rows, key=artifact_key(run, "iterations"), description=f"Iterations of run {run}, {text}")
@@ -61,13 +60,13 @@ def examples_publisher(run: str) -> Callable[[Samples], None]:
     """Shows examples of an iteration on the current flow run, those of the last one; for one other thread."""
     context = contextvars.copy_context()  # Prefect finds the flow run in it
     table = Shown(artifact_key(run, "samples"), "table")
-    return lambda found: context.run(_publish_examples, table, found)
 
+    def publish_examples(found: Samples) -> None:
+        text = f"Best and worst samples of iteration {found.iteration} of run {found.run}"
+        with get_client(sync_client=True) as client:
+            table.show(client, this_flow_run(), example_table(found), text)
 
-def _publish_examples(shown: Shown, found: Samples) -> None:
-    text = f"Best and worst samples of iteration {found.iteration} of run {found.run}"
-    with get_client(sync_client=True) as client:
-        shown.show(client, this_flow_run(), example_table(found), text)
+    return lambda found: context.run(publish_examples, found)
 
 
 def this_flow_run() -> UUID | None:

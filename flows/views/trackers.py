@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -176,14 +177,19 @@ class MlflowTracker:
         return MlflowClient(tracking_uri=self._uri)
 
     def begin(self, run: TrackedRun) -> int:
-        experiment = self._experiment()
+        from mlflow.entities import Param
+
+        there = self._client.get_experiment_by_name(_PROJECT)
+        experiment = there.experiment_id if there is not None else self._client.create_experiment(_PROJECT)
         found = self._client.search_runs([experiment], f"tags.`{_ID}` = '{run.identity}'", max_results=1)
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return int(found[0].data.tags.get(_NEXT, 0))
         self._run = self._client.create_run(experiment, run_name=run.title, tags={_ID: run.identity}).info.run_id
-        self._describe(run)
+        given = [Param(_name(key), str(value)[:_TEXT]) for key, value in run.settings.items()]
+        for some in itertools.batched(given, _AT_ONCE):
+            self._client.log_batch(self._run, params=list(some))
         return 0
 
     def log(self, row: Row) -> None:
@@ -195,17 +201,6 @@ class MlflowTracker:
 
     def end(self, complete: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if complete else "KILLED")
-
-    def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(_PROJECT)
-        return found.experiment_id if found is not None else self._client.create_experiment(_PROJECT)
-
-    def _describe(self, run: TrackedRun) -> None:
-        from mlflow.entities import Param
-
-        given = [Param(_name(key), str(value)[:_TEXT]) for key, value in run.settings.items()]
-        for start in range(0, len(given), _AT_ONCE):
-            self._client.log_batch(self._run, params=given[start : start + _AT_ONCE])
 
 
 def _name(key: str) -> str:
