@@ -71,7 +71,7 @@ class Replay:
     """Gives the routers of a model the experts by which the engine sampled."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: GPTModelProvider) -> None:
-        layers = _with_experts(config)
+        layers = [layer + 1 for layer in range(config.num_layers) if has_experts(config, layer)]  # numbers from 1
         self.routing = Routing(cast(int, config.num_moe_experts), len(layers), cast(int, config.moe_router_topk))
         self._divided = config.sequence_parallel
         self._routers = {chunk: dict(_given(chunk, layers)) for chunk in chunks}
@@ -130,11 +130,6 @@ class _Given:
             self.again.append(self._now)
             return self._now
         return self.again.popleft() if self.again else self._now
-
-
-def _with_experts(config: GPTModelProvider) -> list[int]:
-    """Numbers from 1 of the layers that have experts."""
-    return [layer + 1 for layer in range(config.num_layers) if has_experts(config, layer)]
 
 
 def _given(chunk: torch.nn.Module, layers: Sequence[int]) -> Iterable[tuple[int, _Given]]:

@@ -36,7 +36,8 @@ def trained_on(policy: PolicyConfig, samples: Samples) -> NDArray[np.bool_]:
     if policy.leave_out_equal_groups:
         chosen = with_spread(scored.rewards, groups, chosen)
     if policy.most_groups is not None:
-        chosen = chosen & np.isin(groups, first_groups(groups, chosen, policy.most_groups))
+        numbers, first = np.unique(groups[chosen], return_index=True)
+        chosen = chosen & np.isin(groups, numbers[np.argsort(first)][: policy.most_groups])
     if isinstance(policy.loss, LikelihoodLoss):
         rewards = shaped_rewards(policy.overlong, scored.rewards, scored.lengths)
         chosen = imitated(policy.loss, rewards, groups, chosen)
@@ -50,12 +51,6 @@ def with_spread(rewards: Vector, groups: NDArray[np.int32], usable: Mask) -> Mas
     for members in members_of(groups, usable):
         found[members] = np.ptp(rewards[members]) > 0
     return found
-
-
-def first_groups(groups: NDArray[np.int32], usable: NDArray[np.bool_], most: int) -> NDArray[np.int32]:
-    """Numbers of the first `most` groups that have usable samples, in the order of the samples."""
-    numbers, first = np.unique(groups[usable], return_index=True)
-    return numbers[np.argsort(first)][:most]
 
 
 def imitated(loss: LikelihoodLoss, rewards: Vector, groups: NDArray[np.int32], usable: Mask) -> Mask:

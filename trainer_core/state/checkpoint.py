@@ -33,13 +33,14 @@ from trainer_core.state.facts import (
 )
 from trainer_core.state.files import MappedFiles, replace_file
 from trainer_core.state.saved import SavedState, Shard
-from trainer_core.state.shards import LocalTensor, frozen_shards, local_tensors, optimizer_shards, owned
+from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shards, owned
 
 
 def base_digest(model: Model, mesh: Mesh) -> str:
     """Digest of the frozen weights, equal under every layout. Collective."""
     with quietly():
-        shards = list(frozen_shards(model))
+        held = [local for local in local_tensors(model, frozen=True) if local.speaks and local.first_replica]
+    shards = [shard for local in held for shard in local.shards(local.tensor.detach().reshape(-1), 0)]
     return Identifier().tensors(shards, torch.zeros(0, dtype=torch.int64), mesh.device)[0]
 
 

@@ -78,13 +78,6 @@ def owned(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
             yield from local.shards(live, 0)
 
 
-def frozen_shards(model: Model) -> Iterator[Shard]:
-    """Every element of the frozen weights that this rank speaks for."""
-    for local in local_tensors(model, frozen=True):
-        if local.speaks and local.first_replica:
-            yield from local.shards(local.tensor.detach().reshape(-1), 0)
-
-
 def optimizer_shards(tensors: list[LocalTensor], optimizer: Optimizer) -> Iterator[Shard]:
     """This rank's main weights and moments, also those that another rank saves."""
     held = dict(_optimizer_states(optimizer))
