@@ -142,7 +142,6 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
 
 
 def going_on(config: RunConfig, settings: dict[str, object], run: str) -> RunConfig:
-    """The configuration with runtime settings replaced."""
     document = with_settings(config.model_dump(mode="json"), settings)  # pyright: ignore[reportArgumentType]
     return parse_config(document, f"of run {run}")
 

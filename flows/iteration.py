@@ -127,7 +127,6 @@ def iterate_stored(run: RunContext, iteration: int, before: StoredPosition) -> S
 
 
 def stored_position_after(run: RunContext, iteration: int) -> StoredPosition:
-    """The same as `position_after` for a run on stored samples."""
     prepared, selected = Prepared(run.need(0, Stage.PREPARE)), Selected(run.need(0, Stage.SELECT))
     rescored = None if (found := run.find(0, Stage.RESCORE)) is None else Rescored(found)
     return StoredPosition(prepared, selected, rescored, Trained(run.need(iteration, Stage.TRAIN)))

@@ -176,7 +176,6 @@ class _Iteration:
         return any(thread.is_alive() for thread in self._threads)
 
     def follow(self, what: str, published: "Future[None]") -> None:
-        """Show what is stored behind the stages."""
         self._queue.put((what, published))
 
     def join(self, deadline: float) -> None:

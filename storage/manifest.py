@@ -145,7 +145,6 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def key(self) -> str:
-        """Key of its record, below the storage root."""
         return layout.manifest_key(self.run, self.iteration, self.stage, self.revision)
 
     @property

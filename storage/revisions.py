@@ -92,7 +92,6 @@ class Revisions:
         return range(len(self.reruns) + 1)
 
     def rerun(self, number: int) -> Rerun:
-        """The record that makes revision `number`, which is not 0."""
         return self.reruns[number - 1]
 
     def seen(self, number: int) -> "Revisions":

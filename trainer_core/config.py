@@ -146,7 +146,6 @@ class MemoryConfig(Frozen):
 
     @property
     def in_use(self) -> bool:
-        """True if any memory is freed."""
         return self.offload_parameters or self.drop_gradients or self.offload_optimizer
 
 

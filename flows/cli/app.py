@@ -44,8 +44,6 @@ app = App(
 
 
 class FirstRun(BaseModel, frozen=True, extra="forbid"):
-    """The result of `ratchet init`, as JSON."""
-
     folder: str  # absolute path
     files: tuple[str, ...]
 

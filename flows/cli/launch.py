@@ -38,7 +38,6 @@ class MemoryMeter:
 
     @property
     def peak_gib(self) -> float:
-        """Largest total seen so far, GiB."""
         return self._peak_bytes / (1 << 30)
 
     def __enter__(self) -> Self:

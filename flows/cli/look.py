@@ -38,8 +38,6 @@ def samples_command(
 
 
 class Report(BaseModel, frozen=True, extra="forbid"):
-    """URLs of a run's report."""
-
     run: str
     metrics: str  # URL of the CSV with a row for each iteration
     tensorboard: str  # URL of the folder for `tensorboard --logdir`, a program of its own: `pip install tensorboard`

@@ -77,7 +77,6 @@ class Common:
         return store
 
     def show(self, result: BaseModel, lines: Sequence[str | Text], good: bool = True) -> int:
-        """Write a result that is complete, and return the exit code."""
         return Output.show(self.json, result, lines, good)
 
     def again(self, words: Iterable[str]) -> str:

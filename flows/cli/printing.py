@@ -124,7 +124,6 @@ def of_weights_lineage(lineage: WeightsLineage) -> list[str]:
 
 
 def of_sample_lineage(found: SampleLineage) -> list[str]:
-    """Origin of a sample, its content, and the steps that were trained on it."""
     score = found.reward_status or "not scored yet" if found.reward is None else f"{found.reward:g}"
     versions = ", ".join(map(str, found.weight_versions))
     return [
@@ -174,7 +173,6 @@ def _by_place(garbage: Sequence[Garbage]) -> dict[tuple[str, str], list[Garbage]
 
 
 def of_configuration(tables: Sequence[Table]) -> list[str]:
-    """One line per key, below the purpose of its table."""
     lines: list[str] = []
     for one in (form for form_or_table in tables for form in (form_or_table, *form_or_table.instead)):
         rows = [(key.name, key.kind, default_of(key), key.role, key.text) for key in one.keys]

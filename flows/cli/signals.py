@@ -35,7 +35,6 @@ class Signals:
 
     @property
     def received(self) -> bool:
-        """True once one of the signals has arrived."""
         return self._received is not None
 
     @property

@@ -216,8 +216,6 @@ def owner() -> str:
 
 
 class _LogLines(io.TextIOBase):
-    """A text stream whose lines go to the log of the current flow run."""
-
     def __init__(self) -> None:
         self._logger, self._begun = get_run_logger(), ""
 
@@ -229,7 +227,6 @@ class _LogLines(io.TextIOBase):
 
 
 def log_console() -> Console:
-    """A console that writes to the flow run's log and draws nothing live."""
     return Console(file=_LogLines(), force_terminal=False, color_system=None, width=_WIDTH)  # pyright: ignore[reportArgumentType]
 
 

@@ -44,8 +44,6 @@ class ProofOrder:
 
 
 class ProofReport(Counts, frozen=True, extra="forbid"):
-    """The result of `ratchet prove-resume`, as JSON."""
-
     whole: str  # root of the run that was not interrupted
     interrupted: str  # root of the run that was
     iterations: int  # RL iterations compared, after iteration 0

@@ -40,7 +40,6 @@ def answers(api: str, timeout_s: float) -> bool:
 
 
 def last_output(log: bytes) -> str:
-    """The last lines of a server's log, as a sentence."""
     lines = [line for line in log.decode(errors="replace").splitlines() if line.strip()]
     return f"Its last output: {' | '.join(lines[-3:]) or 'none'}."
 

@@ -216,7 +216,6 @@ def _schedules(client: SyncPrefectClient) -> Finding:
 
 
 def told(client: SyncPrefectClient, now: datetime | None = None) -> Iterator[Finding]:
-    """Check the work pool, the deployments and the schedules of the server."""
     yield _pool(client)
     ours = DeploymentFilter.model_validate({"tags": {"all_": [TAG]}})
     deployments = client.read_deployments(deployment_filter=ours, limit=_PAGE)

@@ -177,7 +177,6 @@ def _trained(one: Example, title: str) -> list[str | Text]:
 
 
 def _separated(tokens: Sequence[Token]) -> str:
-    """Tokens between bars; of many the first and the last."""
     first, last = [_visible(one) for one in tokens], list[str]()
     if (more := len(tokens) - _FIRST_TOKENS - _LAST_TOKENS) > 0:
         first, last = [*first[:_FIRST_TOKENS], f"... {more} more ..."], first[-_LAST_TOKENS:]

@@ -46,7 +46,6 @@ def draw_curves(rows: Sequence[Row], title: str) -> bytes:
 
 
 def store_plot(root: Root, run: str, rows: Sequence[Row]) -> bytes:
-    """Draw the run, store the PNG with its derived files, and return it."""
     png = draw_curves(rows, f"run {run}")
     root.replace(layout.report_key(run, PLOT), png)
     return png

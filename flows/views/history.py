@@ -192,7 +192,6 @@ def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | 
 
 
 def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple[int, str]]:
-    """Committed stages of an iteration, in the order of work."""
     stages = (*stages_of(iteration), *_SELECTING)
     return [(iteration, stage) for stage in stages if (iteration, stage) in newest]
 

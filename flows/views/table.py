@@ -188,7 +188,6 @@ class MetricsFile:
         return rows
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Make the file hold exactly these rows."""
         self._columns = columns_of(rows)
         if self._file.read() != (whole := encode(rows)):
             self._file.replace(whole)

@@ -46,7 +46,6 @@ class Forked(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def cost(self) -> str:
-        """The bytes that it takes over, in words."""
         space = "as hard links, which take no space" if self.linked else "to be copied"
         size = f"{self.bytes / 2**20:.1f} MiB"
         return f"run {self.run} takes {self.manifests} stages from run {self.parent}: {size} of parts, {space}"

@@ -46,8 +46,6 @@ class WeightsLineage(BaseModel, frozen=True, extra="forbid"):
 
 
 class SampleLineage(BaseModel, frozen=True, extra="forbid"):
-    """One stored sample, what made it and what was trained on it."""
-
     run: str
     iteration: int
     prompt_id: str

@@ -33,7 +33,6 @@ class Wanted:
     ahead: int = 0  # updates by which the weights that sample may be older than the newest
 
     def matches(self, rerun: Rerun) -> bool:
-        """True if a rerun was asked in the same words."""
         mine = (self.iteration, self.stage, self.cascade, self.new_seeds, dict(self.settings))
         return mine == (rerun.iteration, rerun.stage, rerun.cascade, rerun.new_seeds, rerun.settings)
 

@@ -153,7 +153,6 @@ class Adapter(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(held, prefix, self._axes(), sharded_offsets, **groups)
 
     def _axes(self) -> dict[str, int]:
-        """Divided factors, and the axis of the division."""
         divided = {"column": 0, "row": 1}
         if self._place.split == "replicated":
             return {}

@@ -36,8 +36,6 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss of a pass, and the model outputs that it needs."""
-
     loss: LossFunction  # loss of each response token
     temperature: float  # divides the logits
     entropy: EntropyUse  # use of the entropy in the loss or the report
@@ -47,8 +45,6 @@ class Objective:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Results of a pass that left gradients in the model's buffers."""
-
     loss: float  # weighted mean over response tokens
     clip_fraction: float  # share of response tokens whose surrogate was clipped
     scores: Callable[[], TokenScores]  # values from which the loss was computed. Collective.

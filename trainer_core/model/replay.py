@@ -34,7 +34,6 @@ class Pace:
     position: float = 0.0  # time of the device for one position of a recorded micro-batch
 
     def pays(self, left: int, positions: int) -> bool:
-        """True if recording pays; unknown times count in favour."""
         device = self.position * positions
         if self.elapsed > _DEVICE_BOUND * self.launch:
             device = self.elapsed
@@ -63,7 +62,6 @@ class Graphs:
         return results
 
     def pays(self, left: int, positions: int) -> bool:
-        """True if `left` micro-batches of so many positions end sooner when the next is recorded."""
         return self._pace.pays(left, positions)
 
     def record(self, work: Work, positions: int) -> tuple[list[Report], Callable[[], None]]:

@@ -62,7 +62,6 @@ def undisturbed() -> Iterator[None]:
 
 
 def _tracker() -> CudaRNGStatesTracker:
-    """Tracker of the generators that differ between tensor-parallel ranks."""
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
 
 

@@ -28,7 +28,6 @@ _FUSIONS_OF_TRANSFORMER_ENGINE = (
 
 
 def dtype_of(config: TrainerConfig) -> torch.dtype:
-    """Type of the weights and of what pipeline stages exchange."""
     return _DTYPES[config.precision]
 
 

@@ -118,7 +118,6 @@ def _loaded(document: str, kind: type[UserAdvantage | UserLoss]) -> _Call:
 
 @contextmanager
 def _refusing(key: str, target: UserFunction) -> Iterator[None]:
-    """A block of the user's code, whose errors become ours."""
     try:
         yield
     except RatchetError as error:

@@ -23,8 +23,6 @@ _prepared: dict[Device, "Platform"] = {}
 
 @dataclass(frozen=True)
 class Platform:
-    """Facts about the device that the rest of the trainer reads."""
-
     device: torch.device  # device of the tensors
     backend: str  # backend of torch.distributed
     transformer_engine: bool  # True if layers are built from Transformer Engine's modules

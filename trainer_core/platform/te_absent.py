@@ -17,7 +17,6 @@ def install() -> None:
 
 
 def is_absent() -> bool:
-    """True if Transformer Engine is not installed."""
     return importlib.util.find_spec("transformer_engine") is None
 
 

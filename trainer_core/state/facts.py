@@ -39,7 +39,6 @@ class StateIdentity(Frozen):
         return [name for name, own in self if own != theirs[name] and (generators or name != "generators")]
 
     def with_critic(self, digest: str) -> "StateIdentity":
-        """This identity of a state that holds a critic, too."""
         return self.model_copy(update={"critic": digest})
 
 
@@ -107,7 +106,6 @@ def tensor_files(rank: int, number: int = 0) -> tuple[str, str]:
 
 
 def generators_file(rank: int) -> str:
-    """Name of the file that holds the random generators of a rank, as JSON."""
     return f"{_GENERATORS}{rank}.json"
 
 

@@ -132,7 +132,6 @@ class Signals:
         self._until_released(sender, int(self.counted[self.place[sender]]), f"engines to read what rank {sender} sent")
 
     def published(self, bucket: Bucket) -> None:
-        """Wait until a bucket can be read."""
         what = f"trainer rank {bucket.sender} to send bucket {bucket.number} of the plan"
         self.wait(lambda: self.is_published(bucket), what)
 

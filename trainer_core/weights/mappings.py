@@ -132,7 +132,6 @@ class Names:
         self._rests: dict[tuple[str, str], _Rest] = {}
 
     def known(self, stage: int, name: str) -> Known:
-        """Facts about the name of a tensor in a chunk."""
         split = _LAYER.match(name)
         if split is None:
             return self._asked(self._renumbered(stage, name))
