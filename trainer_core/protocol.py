@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_core.batches.sequences import Samples, SupervisedExamples, TeacherScores, Vector
-from trainer_core.config import MemoryConfig, OptimizerConfig, ParallelConfig
+from trainer_core.config import MemoryConfig, OptimizerConfig
 from trainer_core.state.facts import StateIdentity
 from trainer_core.weights.channel import Channel
 from trainer_core.weights.plan import Form
@@ -22,7 +22,6 @@ Generators = Literal["continued", "restored", "reseeded"]
 class LoadedState:
     step: int  # updates since the model was imported
     rng: Generators  # history of the random generators: where the state left them, or reseeded
-    saved_parallel: ParallelConfig  # layout that saved it
     optimizer: OptimizerConfig  # configuration of the optimizer that the state holds
     optimizer_updates: int  # updates of that optimizer
     identity: StateIdentity  # identity of the state that the ranks hold now, computed from their memory

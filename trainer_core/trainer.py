@@ -107,7 +107,7 @@ class Trainer(TrainerProtocol):
         self._step = facts.step
         self._generators = "restored" if restore_rng else "reseeded"
         generators, updates = self._generators, facts.optimizer_updates
-        return LoadedState(facts.step, generators, facts.parallel, facts.optimizer, updates, identity)
+        return LoadedState(facts.step, generators, facts.optimizer, updates, identity)
 
     def save(self, directory: Path) -> SavedFiles:
         optimizer = self._live_optimizer()

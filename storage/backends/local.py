@@ -164,7 +164,7 @@ class LocalFiles(Backend):
         self, target: Path, fill: Callable[[BinaryIO], object], given: Path | None = None, durable: bool = True
     ) -> bool:
         made = False
-        if not _exists(target):
+        if not target.exists():  # raises OSError if that is not known
             self._make_folders(target.parent)
             with _temporary(target.parent, fill, given, durable) as temporary:
                 if durable:
@@ -195,15 +195,6 @@ def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
     """Write all of `data` in chunks of CHUNK_BYTES bytes; see there for the reason."""
     for start in range(0, len(data), CHUNK_BYTES):
         file.write(data[start : start + CHUNK_BYTES])
-
-
-def _exists(target: Path) -> bool:
-    # raises OSError if that is not known, where `os.path.exists` returns False
-    try:
-        target.stat()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def files(folder: Path) -> Iterator[os.DirEntry[str]]:

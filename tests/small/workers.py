@@ -149,7 +149,6 @@ class SmallTrainer(TrainerProtocol):
         return LoadedState(
             facts.step,
             self._generators,
-            facts.parallel,
             facts.optimizer,
             facts.optimizer_updates,
             self._identified().model_copy(update={"critic": critic}),

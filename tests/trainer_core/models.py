@@ -8,6 +8,13 @@ VOCABULARY = 100
 ODD_VOCABULARY = 101  # is padded to 102 rows where two ranks divide it
 
 
+def examples_of(pairs):
+    """Examples from pairs of (prompt tokens, response tokens)."""
+    prompts, responses = (np.array([len(pair[one]) for pair in pairs]) for one in (0, 1))
+    tokens = [token for prompt, response in pairs for token in (*prompt, *response)]
+    return SupervisedExamples(np.array(tokens, dtype=np.int32), prompts, responses)
+
+
 def make_model(rank, world_size, store, directory, tied, vocabulary=VOCABULARY):
     """Write a random Qwen3 of four layers."""
     import torch
@@ -125,7 +132,7 @@ def places_of(samples, row):
 def random_examples(seed=0, count=24):
     generator = np.random.default_rng(seed)
     draw = lambda: generator.integers(0, VOCABULARY, generator.integers(2, 9)).tolist()  # noqa: E731
-    return SupervisedExamples.of([(draw(), draw()) for _ in range(count)])
+    return examples_of([(draw(), draw()) for _ in range(count)])
 
 
 def read_export(directory):

@@ -51,14 +51,6 @@ class Sequences:
 class SupervisedExamples(Sequences):
     """Prompts with responses to imitate."""
 
-    @classmethod
-    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "SupervisedExamples":
-        """From (prompt tokens, response tokens) pairs; a prompt has at least one token."""
-        prompts = np.array([len(prompt) for prompt, _ in pairs], dtype=np.int64)
-        responses = np.array([len(response) for _, response in pairs], dtype=np.int64)
-        tokens = [token for prompt, response in pairs for token in (*prompt, *response)]
-        return cls(np.array(tokens, dtype=np.int32), prompts, responses)
-
 
 @dataclass(frozen=True)
 class TopTokens:

@@ -78,7 +78,7 @@ def _of_experts(
 
 MODEL: tuple[Setting[TrainerConfig, Built], ...] = (
     Setting("parallel.tensor", lambda live: _tensor_ranks(live)),
-    Setting("parallel.pipeline", lambda live: {_groups_of(block).pp.size() for block in _of(live, TransformerBlock)}),
+    Setting("parallel.pipeline", lambda live: {block.pg_collection.pp.size() for block in _of(live, TransformerBlock)}),
     Setting(
         "parallel.virtual_pipeline",
         lambda live: {len(live.chunks)},
@@ -174,7 +174,7 @@ def read_back[Config, Live](
 def read_layers(parallel: ParallelConfig, live: Built) -> Effective:
     """Number of layers that this rank holds. Raises InputError: it differs from its share of the model's."""
     blocks = _of(live, TransformerBlock)
-    stages, rank = stage_layers(parallel, live.layers), _groups_of(blocks[0]).pp.rank()
+    stages, rank = stage_layers(parallel, live.layers), blocks[0].pg_collection.pp.rank()
     held = sum(len(block.layers) for block in blocks)
     compare("layers of this rank", stages[rank] if stages else None, held)
     return {"layers of this rank": held}
@@ -264,14 +264,10 @@ def _is_repeated(linear: torch.nn.Module) -> bool:
     return bool(divided) and all(one is False for one in divided)
 
 
-def _groups_of(module: Any) -> Any:
-    return module.pg_collection
-
-
 def _context(module: Attention) -> int:
     core = vars(module.core_attention)
     # Transformer Engine's holds its group, or none if there is one rank
-    group = core["cp_group"] if _TE_ATTENTION & core.keys() else _groups_of(module).cp
+    group = core["cp_group"] if _TE_ATTENTION & core.keys() else module.pg_collection.cp
     return group.size() if group is not None else 1
 
 

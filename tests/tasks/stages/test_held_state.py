@@ -33,7 +33,7 @@ from tests.small.here import GroupHere, WorkersHere
 from tests.small.workers import SmallTrainer
 from tests.storage.tables import manifest
 from tests.tasks.config.test_run import MINIMAL
-from trainer_core.config import OptimizerConfig, ParallelConfig
+from trainer_core.config import OptimizerConfig
 from trainer_core.protocol import Generators, LoadedState, SavedFiles
 from trainer_core.state.facts import StateIdentity
 
@@ -51,7 +51,7 @@ class Watching(SmallTrainer):
 
     def load(self, directory: Path) -> LoadedState:
         self.given = sizes(directory)
-        return LoadedState(0, self.drawn, ParallelConfig(), OTHER, 0, self.held)
+        return LoadedState(0, self.drawn, OTHER, 0, self.held)
 
     def load_reference(self, directory: Path, identity: str) -> None:
         self.given_reference = sizes(directory)

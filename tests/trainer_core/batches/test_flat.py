@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
+from tests.trainer_core.models import examples_of
 from trainer_core.batches.flat import alike, flatten
-from trainer_core.batches.sequences import SupervisedExamples
 from trainer_core.context_parallel import Context
 
-EXAMPLES = SupervisedExamples.of([([1, 2, 3], [4, 5]), ([6], [7, 8, 9]), ([10, 11], [12])])
+EXAMPLES = examples_of([([1, 2, 3], [4, 5]), ([6], [7, 8, 9]), ([10, 11], [12])])
 
 
 def test_sequences_lie_one_after_another_and_each_predicts_its_own_next_token():
@@ -51,7 +51,7 @@ def test_batches_that_are_alike_stay_as_they_are():
     assert all(after is before for before, after in zip(batches, alike(batches), strict=True))
 
 
-MANY = SupervisedExamples.of([(list(range(1, 2 + n)), list(range(50, 51 + 2 * n))) for n in (3, 1, 6, 2)])
+MANY = examples_of([(list(range(1, 2 + n)), list(range(50, 51 + 2 * n))) for n in (3, 1, 6, 2)])
 
 
 def shares(rows, ranks, multiple=1):

@@ -14,8 +14,8 @@ from storage.parts import PartWriter
 from storage.schema import BRANCHES, PROMPTS, REWARD, ROLLOUT
 from tasks.stages.names import Stage
 from tests.storage.tables import rollout_table, scored_table
+from tests.trainer_core.models import examples_of
 from trainer_core.batches.reading import read_samples, solved_examples
-from trainer_core.batches.sequences import SupervisedExamples
 
 # (prompt id, sample id, prompt tokens, response tokens)
 SAMPLES = [("b", 0, [1, 2], [3]), ("b", 1, [1, 2], [4, 5]), ("a", 0, [6], [7, 8, 9]), ("a", 1, [6], [])]
@@ -201,7 +201,7 @@ def test_solved_examples_are_those_with_an_answer():
         "record": ["{}"] * 3,
     }
     found = solved_examples(pa.table(rows, schema=PROMPTS))
-    expected = SupervisedExamples.of([([5], [1, 2]), ([8], [3])])
+    expected = examples_of([([5], [1, 2]), ([8], [3])])
     for name in ("tokens", "prompt_lengths", "response_lengths"):
         np.testing.assert_array_equal(vars(found)[name], vars(expected)[name])
         assert vars(found)[name].dtype == vars(expected)[name].dtype

@@ -1,8 +1,9 @@
 import numpy as np
 
-from trainer_core.batches.sequences import SupervisedExamples, as_sequences
+from tests.trainer_core.models import examples_of
+from trainer_core.batches.sequences import as_sequences
 
-EXAMPLES = SupervisedExamples.of([([1, 2, 3], [4, 5]), ([6], [7, 8, 9])])
+EXAMPLES = examples_of([([1, 2, 3], [4, 5]), ([6], [7, 8, 9])])
 
 
 def test_pairs_become_flat_arrays():

@@ -7,8 +7,9 @@ import numpy as np
 from tasks.config.data import GeneratedAddition
 from tasks.config.model import GeneratedModel
 from tasks.data.generated import character_tokenizer, generate_addition, generate_model
+from tests.trainer_core.models import examples_of
 from tests.trainer_core.oracle import export
-from trainer_core.batches.sequences import Samples, SupervisedExamples
+from trainer_core.batches.sequences import Samples
 
 STOP, RESPONSE = 1, 4
 PROMPTS, SAMPLES = 48, 16
@@ -32,7 +33,7 @@ def taught(trainer, directory, objectives, warm_up, iterations, folder):
         for name, rows in generate_addition(section, seed=0).items()
     }
     trainer.import_model()
-    trainer.train_supervised(SupervisedExamples.of(tables["warmup"]), *warm_up)
+    trainer.train_supervised(examples_of(tables["warmup"]), *warm_up)
     trainer.save(f"{folder}/start")
     trainer.load_reference(f"{folder}/start", "start")
     found = {}
