@@ -126,10 +126,10 @@ class Reports:
         self._senders: dict[str, _Sender] = {}
         for name, makes in trackers(config.report).items():
             self._lanes[name], self._senders[name] = Lane(name, say), _Sender(root, run, name, makes)
-        self._examples = None
-        if publish and config.report.examples:
+        self._publish = publish if config.report.examples else ()
+        if self._publish:
             self._lanes["examples"] = Lane("examples", say)
-            self._examples = _Examples(root, run, config, publish)
+        self._texts: StoredTexts | None = None
         self._last, self._root, self._run, self._config = -1, root, run, config
 
     def add(self, record: IterationRecord) -> None:
@@ -137,9 +137,8 @@ class Reports:
         self._files.add(lambda: self._writer.add(row))
         for name, sender in self._senders.items():
             self._lanes[name].add(lambda sender=sender: sender.send(row))
-        if self._examples is not None and record.iteration:
-            examples = self._examples
-            self._lanes["examples"].add(lambda: examples.show(record.iteration))
+        if self._publish and record.iteration:
+            self._lanes["examples"].add(lambda: self._show_examples(record.iteration))
 
     def __enter__(self) -> Self:
         return self
@@ -155,6 +154,14 @@ class Reports:
             if interrupted:
                 lane.mute()
             lane.finish(deadline)
+
+    def _show_examples(self, iteration: int) -> None:
+        if self._texts is None:
+            self._texts = texts_of(self._root, self._run)
+        choice = Choice(best=self._config.report.examples, worst=self._config.report.examples)
+        found = chosen(self._root, self._run, iteration, choice, self._texts, self._config.train.policy)
+        for publish in self._publish:
+            publish(found)
 
 
 class Files:
@@ -240,18 +247,3 @@ class _Sender:
         newest = names(self._root, self._run).newest
         scored = [[at for at, stage in newest if stage == one and at < below] for one in (Stage.REWARD, Stage.EVALUATE)]
         return [self._row(min(found)) for found in scored if found]
-
-
-class _Examples:
-    def __init__(self, root: Root, run: str, config: RunConfig, publish: Sequence[Publish]) -> None:
-        self._root, self._run, self._publish = root, run, publish
-        self._choice = Choice(best=config.report.examples, worst=config.report.examples)
-        self._policy = config.train.policy
-        self._texts: StoredTexts | None = None
-
-    def show(self, iteration: int) -> None:
-        if self._texts is None:
-            self._texts = texts_of(self._root, self._run)
-        found = chosen(self._root, self._run, iteration, self._choice, self._texts, self._policy)
-        for publish in self._publish:
-            publish(found)
