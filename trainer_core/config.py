@@ -56,11 +56,9 @@ class ParallelConfig(Frozen):
                 f"expert {self.expert} times expert_tensor {self.expert_tensor or self.tensor} is {shards}, which does "
                 f"not divide the {self.tensor * self.replicas} ranks of tensor, context and data"
             )
-        if self.virtual_pipeline is not None and self.pipeline == 1:
-            raise ValueError(f"virtual_pipeline {self.virtual_pipeline} needs a pipeline of at least 2 ranks")
-        for name, layers in (("first", self.layers_first_stage), ("last", self.layers_last_stage)):
-            if layers is not None and self.pipeline == 1:
-                raise ValueError(f"layers_{name}_stage {layers} needs a pipeline of at least 2 ranks")
+        for name in ("virtual_pipeline", "layers_first_stage", "layers_last_stage"):
+            if (value := dict(self)[name]) is not None and self.pipeline == 1:
+                raise ValueError(f"{name} {value} needs a pipeline of at least 2 ranks")
         return self
 
     @property

@@ -21,7 +21,6 @@ from trainer_core.model.mesh import Mesh
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.platform.pinning import pinning_of
-from trainer_core.platform.platform import quietly
 from trainer_core.state.content import Identifier
 from trainer_core.state.facts import (
     EFFECTIVE_FILE,
@@ -38,8 +37,7 @@ from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shar
 
 def base_digest(model: Model, mesh: Mesh) -> str:
     """Digest of the frozen weights, equal under every layout. Collective."""
-    with quietly():
-        held = [local for local in local_tensors(model, frozen=True) if local.speaks and local.first_replica]
+    held = [local for local in local_tensors(model, frozen=True) if local.speaks and local.first_replica]
     shards = [shard for local in held for shard in local.shards(local.tensor.detach().reshape(-1), 0)]
     return Identifier().tensors(shards, torch.zeros(0, dtype=torch.int64), mesh.device)[0]
 
@@ -82,8 +80,7 @@ class Saver:
     def _owned(self, optimizer: Optimizer) -> list[Shard]:
         optimizer.allocate()
         if self._tensors is None:
-            with quietly():
-                self._tensors = local_tensors(self._model)
+            self._tensors = local_tensors(self._model)
         return list(owned(self._tensors, optimizer))
 
     def _files_in(self, directory: Path, shards: list[Shard]) -> MappedFiles:
@@ -115,9 +112,7 @@ def load_state(
 ) -> None:
     """Continue from a saved state: weights, moments, place in the schedule, and under the same layout the RNG."""
     optimizer.allocate()
-    state = SavedState(Path(directory))
-    with quietly():
-        tensors = local_tensors(model)
+    state, tensors = SavedState(Path(directory)), local_tensors(model)
     _read(state, _weights(tensors))
     _read(state, optimizer_shards(tensors, optimizer))
     optimizer.resume(facts.optimizer_updates)
@@ -127,9 +122,7 @@ def load_state(
 
 def load_weights(directory: Path, model: Model) -> None:
     """Load only the weights of a saved state; the files of its optimizer may be missing."""
-    with quietly():
-        tensors = local_tensors(model)
-    _read(SavedState(Path(directory), weights_alone=True), _weights(tensors))
+    _read(SavedState(Path(directory), weights_alone=True), _weights(local_tensors(model)))
 
 
 def _weights(tensors: list[LocalTensor]) -> Iterable[Shard]:

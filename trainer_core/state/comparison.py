@@ -24,21 +24,18 @@ def compare_states(left: Path, right: Path, plant: int | None = None) -> StateCo
     With `plant`, a seed, the lowest bit of a number of a weight of `right` is flipped after it is read, to show that
     the comparison finds it. A critic is compared alike. Raises StorageError if a folder does not hold a whole, readable
     state."""
-    found, critics = _compared(left, right, plant), [Path(folder, CRITIC) for folder in (left, right)]
+    found, critics = _Comparison(SavedState(left), SavedState(right)), [Path(one, CRITIC) for one in (left, right)]
+    flaw = _Flaw.choose(found.right, plant) if plant is not None else None
+    found.compare(flaw)
     held = [folder for folder in critics if folder.exists()]
     if len(held) == 1:
-        return found.model_copy(update={"differences": (*found.differences, f"{CRITIC}: only in {held[0].parent}")})
-    return found.joined(_compared(critics[0], critics[1], None), CRITIC) if held else found
-
-
-def _compared(left: Path, right: Path, plant: int | None) -> StateComparison:
-    comparison = _Comparison(SavedState(left), SavedState(right))
-    flaw = _Flaw.choose(comparison.right, plant) if plant is not None else None
-    comparison.compare_tensors(flaw)
-    comparison.compare_generators()
-    comparison.compare_values(FACTS_FILE, *(one.facts.model_dump(mode="json") for one in comparison.sides))
-    counts = {name: comparison.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
-    return StateComparison(**counts, planted=flaw.name if flaw else None, differences=tuple(comparison.differences))
+        found.differences.append(f"{CRITIC}: only in {held[0].parent}")
+    elif held:
+        critic = _Comparison(*map(SavedState, critics), counts=found.counts)
+        critic.compare(None)
+        found.differences += [f"{CRITIC}/{line}" for line in critic.differences]
+    counts = {name: found.counts[name] for name in ("weights", "optimizer", "rng", "other", "elements")}
+    return StateComparison(**counts, planted=flaw.name if flaw else None, differences=tuple(found.differences))
 
 
 @dataclass(frozen=True)
@@ -70,22 +67,21 @@ class _Comparison:
     def sides(self) -> tuple[SavedState, SavedState]:
         return self.left, self.right
 
-    def compare_tensors(self, flaw: _Flaw | None) -> None:
+    def compare(self, flaw: _Flaw | None) -> None:
         for name in sorted({*self.left.tensors, *self.right.tensors}):
             if name in self.left.tensors and name in self.right.tensors:
                 self._compare_tensor(name, flaw if flaw and flaw.name == name else None)
             else:
                 self._one_sided(name, name in self.left.tensors)
-
-    def compare_generators(self) -> None:
         sizes = [state.facts.parallel.world_size for state in self.sides]
         for rank in range(max(sizes)):
             if rank < min(sizes):
-                self.compare_values(f"{_RNG}{rank}", *(read_generators(state.folder, rank) for state in self.sides))
+                self._compare_values(f"{_RNG}{rank}", *(read_generators(state.folder, rank) for state in self.sides))
             else:
                 self._one_sided(f"{_RNG}{rank}", rank < sizes[0])
+        self._compare_values(FACTS_FILE, *(one.facts.model_dump(mode="json") for one in self.sides))
 
-    def compare_values(self, name: str, left: object, right: object) -> None:
+    def _compare_values(self, name: str, left: object, right: object) -> None:
         values, others = dict(_leaves(left, name)), dict(_leaves(right, name))
         for path in {**values, **others}:
             if path in values and path in others:

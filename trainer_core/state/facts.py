@@ -81,14 +81,6 @@ class StateComparison(Frozen):
     differences: tuple[str, ...]
     """One line for each tensor or value that differs or is in one state only; the tensors first."""
 
-    def joined(self, other: "StateComparison", part: str) -> "StateComparison":
-        """The sum of this comparison and that of a part, whose name precedes each of its differences."""
-        counts = {
-            key: dict(self)[key] + dict(other)[key] for key in ("weights", "optimizer", "rng", "other", "elements")
-        }
-        differences = (*self.differences, *(f"{part}/{line}" for line in other.differences))
-        return self.model_copy(update={**counts, "differences": differences})
-
 
 def read_facts(directory: Path) -> StateFacts:
     """Facts of the state in `directory`. Raises StorageError if there is no such state, or its facts cannot be read."""

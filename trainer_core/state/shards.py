@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from storage.errors import RatchetError
 from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
+from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX
 from trainer_core.state.saved import Box, Region, Shard
 
@@ -46,6 +47,7 @@ class LocalTensor:
                 yield Shard(named, first - offset, values[first - begin : last - begin])
 
 
+@quietly()
 def local_tensors(model: Model, frozen: bool = False) -> list[LocalTensor]:
     """Everything of the model that is part of its state, on this rank; or else its `frozen` weights. Raises
     RatchetError if Megatron rearranges a tensor in a way that has no boxes, or a module has a state that is not in its
