@@ -1,8 +1,6 @@
 """Upkeep of all runs of a root: garbage, archives, verification. It may be killed and repeated at any time.
 
-A run that no process drives is cleaned under its lease. Beside a process that drives it, only what that process cannot
-use is deleted. Train states are retired by the process that drives a run alone, because it knows the run's settings.
-What is wrong with one run is noted and does not stop the others.
+Train states are retired by the process that drives a run alone, because it knows the run's settings.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,8 @@
 """One subflow run for each iteration, in which its stages are task runs, and the storing of its state is another.
 
-An iteration's subflow lives in a thread of its own, because it outlives the computing: it is under way until everything
-of the iteration is durable, while the next iteration computes. The stages run where they did, in the main thread, in
-the subflow's context. Nothing here is waited for long: without a server the stages are task runs of the run's own flow
-run, whose states reach the server when it is back.
+An iteration's subflow lives in a thread of its own until everything of the iteration is durable, while the next one
+computes. The stages run in the main thread, in the subflow's context. Nothing here is waited for long: without a server
+the stages are task runs of the run's own flow run.
 """
 
 import contextvars

@@ -1,13 +1,7 @@
-"""Revisions: the manifests that belong to a run, once finished stages were done again.
+"""Revisions: the manifests that belong to a run, once finished stages were done again (docs/storage.md, "Revisions").
 
-Revision 0 of a run is what was done first. Doing a finished stage again makes the next revision, which begins as a copy
-by reference of the one it was asked in (its parent): that stage, and what is made from it, have manifests of their own
-under the new number; all else is the parent's. So each revision is one chain of manifests that are made from each
-other. The head is the revision that the last choice names: one log, put-if-absent, so there is never more than one.
-
-A record that is lost would change the head, and nothing else would show it. So each is written twice: once it is
-published, a copy of it is put into another folder, under a name with its digest. A copy without its record, or with
-another one, is an error that names both; a record without its copy counts, and the next process writes the copy.
+A record that is lost would change the head, and nothing else would show it. So each has a second copy, under a name
+with its digest. A copy without its record, or with another one, is an error; a record without its copy counts.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,5 @@
-"""Reconciliation of flow runs whose process or worker is gone: they are tried again.
-
-The worker reads the states of the flow runs. Nothing here waits for an event, since a server that is restarted forgets
-which ones it was waiting for.
-"""
+"""Reconciliation of flow runs whose process or worker is gone: they are tried again. It reads states and waits for no
+event, since a server that is restarted forgets which ones it was waiting for."""
 
 import itertools
 from collections.abc import Collection, Sequence

@@ -1,8 +1,5 @@
 """The page of a run's flow run while it goes on: what is being done, the last iterations, and what a server missed.
-
-A thread of its own talks to the server, at most every few seconds, and shows what is newest then. Nobody waits for it.
-If the server was away, that is said on the page once it is back, with what the manifests say of that time.
-"""
+A thread of its own talks to the server, at most every few seconds, and shows what is newest then."""
 
 import contextvars
 import threading

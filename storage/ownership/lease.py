@@ -1,17 +1,7 @@
-"""The lease of a run, with fencing tokens, built on put-if-absent alone.
+"""The lease of a run, with fencing tokens, built on put-if-absent alone: docs/durability.md, "The lease".
 
-The lease of a run is a log of numbered entries: acquired, renewed, released. A renewal and a takeover contend for the
-same number, so exactly one of them happens, and the number of the `acquired` entry is a fencing token that rises with
-every holder. The newest entry says who drives the run.
-
-A holder whose process is known to be dead is replaced at once. Any other is watched for one period, during which its
-entry must not change. Each side measures the period on its own steady clock, and no wall clocks are compared. The
-holder counts from before it asked for its entry, the other from after it saw it, so their times do not overlap if both
-clocks run at the same speed. A holder that was frozen for longer than the period keeps the run if no one took it over.
-
-Independent of clocks: a holder that was replaced commits nothing, because the fence checks the log before each commit.
-A holder that freezes between that check and the publication may still publish. Then that manifest is the truth, and
-the process that took over finds and uses it, because a manifest is published put-if-absent too.
+The holder counts its period from before it asked for its entry, a watcher from after it saw it, so their times do not
+overlap if both clocks run at the same speed. Independent of clocks: a holder that was replaced commits nothing.
 """
 
 import logging

@@ -1,9 +1,6 @@
-"""The log of a lease: numbered entries, each published put-if-absent. The newest says who drives the run.
+"""The log of a lease: numbered entries without gaps, each published put-if-absent. The newest says who drives the run.
 
-An append contends for the number after the newest, so of two simultaneous ones exactly one happens. The holder removes
-entries that others followed long ago (`prune`), which frees their numbers: a process with an outdated view of the log
-can take such a number, but then a second look shows that it is not the newest. So the entries that count are numbered
-without gaps, and no number counts twice.
+Pruning frees numbers: an append counts only if a second look shows that its number is the newest.
 """
 
 from datetime import datetime

@@ -1,9 +1,7 @@
-"""Cleaning and checking a run while another process drives it.
+"""Cleaning and checking a run while another process drives it, which may find what an earlier attempt has left.
 
-That process may find what an earlier attempt has left and use it again. So beside it only that is deleted which no
-stage in progress can find: writes and uploads that were never finished, records of work that is committed, and parts of
-iterations in which every stage that was begun is committed. This is checked before every few deletions, as is that
-the same process drives the run all the time. What is left over is deleted once the run is not driven.
+So only that is deleted which no stage in progress can find. That, and that the same process drives the run all the
+time, is checked before every few deletions.
 """
 
 import logging

@@ -1,10 +1,7 @@
 """Runs that begin with a past of another: all of it up to an iteration (a fork), or one of its states (a branch).
 
-A run is closed: it names parts below its own folder alone. So the parts of the past are copied: within a root by hard
-links or by the store's server, from another root by way of this machine. First the parts, then the manifests, then
-`run.json`: until that is there, there is no such run, nothing is cleaned under its name, and doing the same again
-completes it. What is copied belongs to the new run, whatever becomes of the parent. A state that the parent's retention
-deletes meanwhile is retired in the new run too, unless it is the one to continue from.
+A run names parts below its own folder alone, so they are copied: first the parts, then the manifests, then `run.json`.
+Doing the same again completes it: docs/storage.md, "Forks".
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -1,8 +1,6 @@
 """Doing a finished stage again: asking for it, and choosing the head. Hold the run's lease for both.
 
-The order is the promise: the intent is recorded, then the stage is done under its own number, then the choice. Killed
-in between, the next process that drives the run finds the intent without its end and goes on; the head is the one
-before until the choice is published, and the new one from then on.
+The order is the promise: intent, result, choice. The next process finds an intent without its end and goes on.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,9 +1,5 @@
-"""Removing a whole run.
-
-A record says first that the run is being removed; from then on nothing begins with it. A fork that is made meanwhile
-has copied what it needs, or finds a part gone and ends. The record is deleted last, so a removal that was killed is
-known and can be finished by doing it again.
-"""
+"""Removing a whole run. A record says so first, so that nothing begins with it, and is deleted last: a removal that was
+killed is finished by doing it again."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime

@@ -1,11 +1,7 @@
 """Garbage: what may be deleted, and deleting it. Nothing that a kept manifest of the run names is ever deleted.
 
-A run is closed, so no other run is looked at: parts of one are named by its own manifests alone. Retention retires
-train states by a record before it deletes them; a fork that finds a part gone looks for that record.
-
-Objects that nothing names are deleted when they are a day old. A stage that finds such a part touches it, and each is
-checked once more just before it is deleted. Parts of a run without `run.json` are not garbage: a fork may be copying
-them, and a hard link is as old as its original.
+Retention retires train states by a record before it deletes them; a fork that finds a part gone looks for that record.
+Parts of a run without `run.json` are not garbage: a fork may be copying them, and a link is as old as its original.
 """
 
 import logging

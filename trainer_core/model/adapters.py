@@ -1,9 +1,6 @@
-"""LoRA: low-rank matrices that are trained beside frozen weights. A layer computes with the sum of both.
-
-The sum is that of weights, not of activations as in megatron-bridge's adapters: the trainer computes with exactly the
-bits that engines are sent, and kernels and conversions see an ordinary weight. A fused matrix has an adapter for each
-projection of Hugging Face's model, so that another trainer reads them.
-"""
+"""LoRA: low-rank matrices that are trained beside frozen weights. A layer computes with the sum of both weights, not of
+activations: with exactly the bits that engines are sent. A fused matrix has an adapter for each projection of Hugging
+Face's model, so that another trainer reads them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,10 +1,7 @@
 """Release of a trainer's device memory while something else uses the device: parameters, gradients, optimizer state.
 
-Storages are emptied and filled again, and no tensor is replaced. So views stay valid: a parameter in its buffer, an
-fp32 main weight that is a view of the parameter, a `main_grad`. Megatron's own `offload_grad_buffers` drops gradient
-buffers. Two other functions of Megatron are not used: `offload_to_cpu` of an optimizer gives main weights new tensors,
-also where they were views of parameters; `reload_from_cpu` of a parameter buffer returns before the bytes have arrived,
-and skips frozen parameters.
+Storages are emptied and filled again, and no tensor is replaced: views, as fp32 main weights and `main_grad` are, stay
+valid. docs/trainer.md, "Memory", says why Megatron's own functions are not used.
 """
 
 import weakref

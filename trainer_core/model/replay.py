@@ -1,8 +1,5 @@
-"""Micro-batches of one shape, launched as one CUDA graph each instead of kernel by kernel.
-
-A small model computes faster than a host can launch its kernels. Each pass records its own graph, so that a graph
-never outlives its tensors.
-"""
+"""Micro-batches of one shape, launched as one CUDA graph each: a small model computes faster than a host can launch its
+kernels. Each pass records its own graph, so that a graph never outlives its tensors."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

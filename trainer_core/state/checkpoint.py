@@ -1,9 +1,7 @@
 """Train state on disk: weights, optimizer and random generators, loadable under another layout.
 
-Each rank writes the elements that it owns, as boxes of whole tensors, into safetensors files: one of the weights, one
-of the optimizer. `trainer.json` beside them holds the facts of the state, `generators-<rank>.json` the random
-generators of a rank. megatron-core plans the boxes (`trainer_core.state.shards`); its writers of checkpoints are not
-used, because they store pickles, and gather the whole optimizer on each data-parallel rank to change a layout.
+megatron-core plans the boxes of whole tensors that each rank writes (`trainer_core.state.shards`). docs/storage.md,
+"Train states", describes the files, and why its own writers are not used.
 """
 
 import json

@@ -1,8 +1,5 @@
 """The weights that only the bridge's whole export converts, in which all ranks take part, with new tasks and mappings.
-
-Those ask the stage that holds a weight for its type, its shape, the kind of its layer: a collective of pickled objects
-or two for each question. So this export is slow; no supported architecture needs it.
-"""
+It is slow, with collectives for each weight; no supported architecture needs it."""
 
 import logging
 from collections.abc import Iterator, Sequence
