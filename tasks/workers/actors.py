@@ -113,7 +113,11 @@ class WorkerGroup:
     def gather(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
         """Results of a call in the order of members; raises as `Pending.wait`."""
         if self._starting:
-            self._collect(self._starting, _START, self._start_deadline_s)
+            try:
+                self._collect(self._starting, _START, self._start_deadline_s)
+            except RatchetError:
+                _answered(references, _GRACE_S)  # else Ray prints what a call raises that has no object
+                raise
             self._starting = []
         return self._collect(references, what, deadline_s)
 
