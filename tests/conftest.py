@@ -33,8 +33,12 @@ GROUPS = (
 SHARES = {
     "tests/infra/bench/test_memory.py": "tests/trainer_core",  # processes forked from one with Megatron
     "tests/infra/bench/test_train.py": "tests/trainer_core",
+    "tests/tasks/engine/vllm/test_replayed.py": "tests/trainer_core",
+    "tests/tasks/export/test_adapters.py": "tests/trainer_core",
+    "tests/tasks/export/test_critic.py": "tests/trainer_core",
     "tests/tasks/export/test_experts.py": "tests/trainer_core",
     "tests/tasks/export/test_export.py": "tests/trainer_core",
+    "tests/tasks/export/test_reward_model.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_obeyed.py": "tests/trainer_core",
     "tests/tasks/model_checks/test_registries.py": "tests/trainer_core",
     "tests/integration/test_faults.py": "tests/integration/test_loop.py",  # a whole run, as those that follow

@@ -132,6 +132,15 @@ class FaultyEngine(Engine):
         layer = self.model().get_submodule("model.layers.1.self_attn.o_proj")
         layer.lora_b_stacked[0][0, 0, 3, 1] += 1
 
+    def inputs_of_all_served(self, number: int, requests: list[int], tokens: list[int]) -> tuple[Any, int]:
+        """Inputs of a step on a card whose slot has that adapter, and the number of active adapters."""
+        from tasks.engine.vllm.runner import AllServed
+
+        state = AllServed(4, lambda: number)
+        state.add_request("first", 0, None)
+        mappings = state.make_lora_inputs([], np.array(requests), np.array(tokens))
+        return mappings, len(state.get_activate_loras([]))
+
     def poison(self) -> int:
         """Fill all parameters with NaN; returns the number of those that are not empty."""
         import torch

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from storage.errors import SyncMismatch
 from tasks.engine.protocol import BASE, EngineSpec, weights_digest
-from tasks.engine.vllm.runner import AllServed
 from tests.tasks.engine.vllm.test_engine import PLAIN, PROMPTS
 from tests.tasks.engine.vllm.test_in_flight import assert_goes_on
 from tests.tasks.engine_process import CONTEXT, VOCABULARY
@@ -102,12 +101,10 @@ def test_the_adapter_of_the_last_update_is_served_and_proven(live, tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 1003])
-def test_all_tokens_on_a_card_are_computed_with_the_adapter_in_the_slot(number):
-    state = AllServed(4, lambda: number)
-    state.add_request("first", 0, None)
-    mappings = state.make_lora_inputs([], np.array([2, 0]), np.array([3, 1]))
+def test_all_tokens_on_a_card_are_computed_with_the_adapter_in_the_slot(live, number):
+    mappings, active = live.engine.inputs_of_all_served(number, [2, 0], [3, 1])
     assert mappings == ((number,) * 2, (number,) * 4, set())
-    assert len(state.get_activate_loras([])) == (number > 0)  # by which the CUDA graph is chosen
+    assert active == (number > 0)  # by which the CUDA graph is chosen
 
 
 def test_an_adapter_of_another_base_or_form_is_refused(live, tmp_path):
