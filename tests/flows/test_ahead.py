@@ -87,7 +87,7 @@ def test_rewards_beside_a_training_do_not_wait_for_the_storing_of_its_state(root
             hold.touch()
         elif (point, place) == (Point.UPLOAD, (2, Stage.TRAIN)):  # the outbox stores the state of iteration 2
             go.touch()
-            ended.append(within(20, lambda: (3, Stage.REWARD, False) in process.done))
+            ended.append(within(120, lambda: (3, Stage.REWARD, False) in process.done))
 
     settings = ["run.iterations=3", "rollout.ahead=1", f"reward.function={tmp_path / 'waits.py'}:score"]
     process = driver(root, small_config(settings), tmp_path / "scratch", at=at)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -69,10 +70,16 @@ def recorded[M: BaseModel](model: M, seen: Callable[[str], object], prefix: str 
             seen(f"{prefix}{name}")
         return kind.__getattribute__(self, name)
 
+    def dumped(self: BaseModel, *, include: set[str] | None = None, **more: Any):
+        for name in (include or set()) & set(kind.model_fields):
+            seen(f"{prefix}{name}")
+        return kind.model_dump(self, include=include, **more)
+
     values = {name: recorded(value, seen, f"{prefix}{name}.") if isinstance(value, BaseModel) else value
               for name, value in dict(model).items()}  # fmt: skip
     copy = model.model_copy(update=values)
-    object.__setattr__(copy, "__class__", type(kind.__name__, (kind,), {"__getattribute__": read}))
+    telling = type(kind.__name__, (kind,), {"__getattribute__": read, "model_dump": dumped})
+    object.__setattr__(copy, "__class__", telling)
     return copy
 
 

@@ -40,6 +40,24 @@ async def at_once(url, session, messages, *more):
         return await asyncio.gather(*asks, return_exceptions=True)
 
 
+def leave(url, session, messages, begun, requests=1):
+    """Ask, and be gone before there is an answer, once `begun()`."""
+
+    async def asked():
+        async with client(url, session) as one:
+            asks = [
+                asyncio.ensure_future(one.chat.completions.create(model="policy", messages=messages))
+                for _ in range(requests)
+            ]
+            while not begun():
+                await asyncio.sleep(0.01)
+            for ask in asks:
+                ask.cancel()
+            await asyncio.gather(*asks, return_exceptions=True)
+
+    asyncio.run(asked())
+
+
 def until(condition):
     begun = time.monotonic()
     while not condition():
@@ -226,19 +244,20 @@ def test_a_question_that_is_asked_again_has_noise_of_its_own(codec):
 
 def test_answers_that_no_client_is_given_are_no_part_of_a_session(codec):
     class Late(Policy):
-        """Takes its time for the first answer, and drops one of two choices at first."""
+        """Gives the first answer when its client has gone, and drops one of two choices at first."""
 
         async def sample(self, prompt, seed, sampling):
             number = len(self.seeds)
             self.seeds.append(seed)
-            await asyncio.sleep(0.5 if number == 0 else 0 if number < 4 else 60)
+            while (number == 0 and not self.gone) or number >= 4:
+                await asyncio.sleep(0.01)
             answer = await super().sample(prompt, seed, sampling)
             return answer._replace(finish_reason="abort") if number == 2 else answer
 
     with talking(codec, lambda text, seed: str(seed), policy=Late) as (endpoint, policy, url):
-        policy.seeds, session = [], endpoint.open(5)
-        with pytest.raises(openai.APITimeoutError):
-            ask(url, session, [user("one")], timeout=0.2)
+        policy.seeds, policy.gone, session = [], False, endpoint.open(5)
+        leave(url, session, [user("one")], lambda: policy.seeds)
+        policy.gone = True
         answered = ask(url, session, [user("two")]).choices[0].message
         (lost,) = asyncio.run(at_once(url, session, [user("one"), answered, user("two")], {"n": 2}))
         assert isinstance(lost, openai.InternalServerError)
@@ -249,7 +268,8 @@ def test_answers_that_no_client_is_given_are_no_part_of_a_session(codec):
         repeated = ask(url, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
         assert repeated.choices[0].message.content == str(policy.seeds[0])
         assert session.last.began.messages[0].content == "one"
-        asyncio.run(at_once(url, session, [user("two")], {"timeout": 0.2}, {"timeout": 0.2}))
+        sampled = len(policy.seeds)
+        leave(url, session, [user("two")], lambda: len(policy.seeds) == sampled + 2, requests=2)
         asyncio.run(endpoint.close(session))
         assert all(one.done() for tasks in session.under_way.values() for one in tasks)
 

@@ -218,7 +218,8 @@ def test_a_folder_that_is_removed_ends_the_wait(tmp_path):
     folder = tmp_path / "channel"
     folder.mkdir()
     reading = Receiving(channel_of(folder, "memory"), plan)
-    time.sleep(0.1)
+    while not (folder / "counters").exists():
+        time.sleep(0.01)
     (folder / "counters").unlink()
     folder.rmdir()
     with pytest.raises(SyncMismatch, match="was removed"):
