@@ -158,6 +158,22 @@ REWARDS = (
         _SANDBOX,
     ),
     Mutant(
+        "sandbox-with-all-system-calls",
+        "a program reads keys of the session, and takes memory that no limit counts",
+        "tasks/rewards/sandbox.py",
+        '"--seccomp", str(calls), ',
+        "",
+        _SANDBOX,
+    ),
+    Mutant(
+        "sandbox-without-a-limit-of-files",
+        "empty files of a program take the kernel's memory",
+        "tasks/rewards/sandbox.py",
+        "nr_inodes={_FILES} ",
+        "nr_inodes=0 ",
+        _SANDBOX,
+    ),
+    Mutant(
         "sandbox-sees-the-secrets",
         "a program of the policy has the environment of the run",
         "tasks/rewards/sandbox.py",

@@ -1,13 +1,16 @@
 """Programs of the policy, run under bubblewrap, or in containers of podman, of an image with libraries for them: no
 network, no files but Python's own, nothing left behind."""
 
+import errno
 import json
 import os
+import platform
 import random
 import re
 import select
 import selectors
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -26,7 +29,15 @@ _FIRST_USER = 10**9
 READY = b"limits are set"
 START_S, GONE_S = 60.0, 30.0
 _CHUNK = 1 << 16
+_FILES = 4096  # files and folders of a program: the kernel has a KiB for each, and no limit of memory counts it
 _NAMESPACE = ("--unshare-user", "--disable-userns")
+_REFUSED_CALLS: Mapping[str, tuple[int, tuple[int, ...]]] = {
+    "x86_64": (0xC000003E, (248, 249, 250, 29, 64, 68, 240, 319, 447, 425, 321, 298, 323)),
+    "aarch64": (0xC00000B7, (217, 218, 219, 194, 190, 186, 180, 279, 447, 425, 280, 241, 282)),
+}
+"""By machine, its number in filters, and those of system calls that lead out of the limits: keys of the session, which
+a process inherits (add_key, request_key, keyctl), memory that no limit counts (shmget, semget, msgget, mq_open,
+memfd_create, memfd_secret), and doors to the kernel (io_uring_setup, bpf, perf_event_open, userfaultfd)."""
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 _ID = re.compile("(sha256:)?[0-9a-f]{64}")
 _LOOK_S = 0.1
@@ -102,10 +113,13 @@ def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
     if (bubblewrap := shutil.which("bwrap")) is None:
         raise SandboxFailed("bubblewrap is not installed")
     with ExitStack() as open_files:
-        source, entered = (open_files.enter_context(in_memory(text)) for text in (program, given))
+        source, entered = (
+            open_files.enter_context(in_memory(text.encode(errors="surrogatepass"))) for text in (program, given)
+        )
+        calls = open_files.enter_context(in_memory(_filter_of_calls()))
         heard, ready = _pipe(open_files)
         told, telling = _pipe(open_files)
-        options = _options(limits, source.fileno(), telling.fileno())
+        options = _options(limits, source.fileno(), calls.fileno(), telling.fileno())
         launch = launcher(f"{ready.fileno()}", bounds(limits) | {"NPROC": limits.processes}, "-I", "-S")
         running = subprocess.Popen(
             [bubblewrap, *options, os.path.realpath(sys.executable), "-I", "-S", "-c", launch],
@@ -113,7 +127,7 @@ def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={},
-            pass_fds=[one.fileno() for one in (source, ready, telling)],
+            pass_fds=[one.fileno() for one in (source, calls, ready, telling)],
         )
         with running:
             ready.close()
@@ -127,10 +141,10 @@ def run_python(program: str, limits: ProgramLimits, given: str = "") -> Ran:
         return Ran(None if stopped else running.returncode, output, errors, stopped)
 
 
-def in_memory(text: str) -> IO[bytes]:
+def in_memory(content: bytes) -> IO[bytes]:
     """A file without a name."""
     file = os.fdopen(os.memfd_create("sandbox"), "wb+")
-    file.write(text.encode(errors="surrogatepass"))
+    file.write(content)
     file.seek(0)
     return file
 
@@ -141,22 +155,42 @@ def _pipe(open_files: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
     return open_files.enter_context(reading), open_files.enter_context(writing)
 
 
-def _options(limits: ProgramLimits, source: int, telling: int) -> list[str]:
-    """Options of bubblewrap, up to the command that it runs. The limit of processes does not bind root, so root becomes
-    a user that nobody else is before it enters the user namespace, in which no further one can be made."""
+def _filter_of_calls() -> bytes:
+    """A program of the kernel (classic BPF, seccomp(2)) which refuses these calls with EPERM, and every call of another
+    machine's form. Raises SandboxFailed: they are not known for this machine."""
+    if (machine := platform.machine()) not in _REFUSED_CALLS:
+        raise SandboxFailed(f"no filter of system calls is known for {machine!r}: run on x86_64 or aarch64")
+    number, refused = _REFUSED_CALLS[machine]
+    left = range(len(refused), -1, -1)  # instructions between each comparison and the last one
+    steps = [
+        (0x20, 0, 0, 4), (0x15, 0, len(refused) + 3, number), (0x20, 0, 0, 0), (0x35, len(refused) + 1, 0, 1 << 30),
+        *((0x15, after, 0, call) for after, call in zip(left, refused, strict=False)),
+        (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50000 | errno.EPERM),
+    ]  # fmt: skip
+    return b"".join(struct.pack("HBBI", *one) for one in steps)
+
+
+def _options(limits: ProgramLimits, source: int, calls: int, telling: int) -> list[str]:
+    """Options of bubblewrap, up to the command that it runs. What may limit the number of files must not run the
+    program: so there is a second user namespace, in which no further one can be made. The limit of processes does not
+    bind root, so root becomes a user that nobody else is before it enters that."""
     as_root = os.geteuid() == 0
-    user = ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if as_root else _NAMESPACE
     nobody = f"{_FIRST_USER + random.SystemRandom().randrange(10**9)}"
-    inner = ("setpriv", "--reuid", nobody, "--regid", nobody, "--clear-groups", "bwrap", *_NAMESPACE)
+    user = (
+        ("SETUID", "--cap-add", "CAP_SETGID") if as_root else ("SETFCAP", "--unshare-user", "--uid", "0", "--gid", "0")
+    )
+    leave = ("setpriv", "--reuid", nobody, "--regid", nobody, "--clear-groups") if as_root else ()
     folders = [one for path in _SYSTEM for one in ("--ro-bind-try", path, path)]
     size = str(limits.files_mb * _MB)
     return [
         "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
-        "--die-with-parent", "--new-session", "--cap-drop", "ALL", *user, "--info-fd", str(telling), *folders,
+        "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--cap-add",
+        f"CAP_{user[0]}", *user[1:], "--info-fd", str(telling), "--seccomp", str(calls), *folders,
         *_python(), "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
         "--perms", "1777", "--size", size, "--tmpfs", "/tmp",
         "--perms", "0444", "--ro-bind-data", str(source), "/program.py", "--remount-ro", "/", "--chdir", "/tmp",
-        *((*inner, "--dev-bind", "/", "/") if as_root else ()),
+        "sh", "-c", f'mount -o remount,nosuid,nodev,nr_inodes={_FILES} tmpfs /tmp && exec "$0" "$@"',
+        *leave, "bwrap", *_NAMESPACE, "--uid", nobody, "--dev-bind", "/", "/",
     ]  # fmt: skip
 
 
@@ -264,7 +298,7 @@ def run_in_container(image: str, program: str, limits: ProgramLimits, given: str
     if (podman := shutil.which("podman")) is None:
         raise SandboxFailed("podman is not installed")
     name = f"ratchet-{uuid.uuid4().hex}"
-    with scratch() as folder, in_memory(given) as entered:
+    with scratch() as folder, in_memory(given.encode(errors="surrogatepass")) as entered:
         source, ready = _files(folder, program)
         heard = os.open(ready, os.O_RDWR | os.O_NONBLOCK)
         options = [f"--name={name}", *_ALONE, *_podman_options(limits, source, ready)]
