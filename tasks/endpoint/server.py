@@ -7,9 +7,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import uvicorn
@@ -76,12 +77,22 @@ class Endpoint:
     async def close(self, session: Session) -> None:
         """Accept no more requests of a session, and give up those that are under way: from then on nothing changes it.
         Raises the error by which its engines have failed, if they have."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._end(session), self._loop))
+        if session.failure is not None:
+            raise session.failure
+
+    async def _end(self, session: Session) -> None:
         del self._sessions[session.key]
         session.ended = True
         if left := [one for tasks in session.under_way.values() for one in tasks]:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_given_up(left), left[0].get_loop()))
-        if session.failure is not None:
-            raise session.failure
+            for one in left:
+                one.cancel()
+            await asyncio.wait(left)
+
+    async def serve(self, server: uvicorn.Server, port: socket.socket) -> None:
+        """Serve until the server is to exit."""
+        self._loop = asyncio.get_running_loop()
+        await server.serve([port])
 
     def application(self) -> Starlette:
         posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete}
@@ -176,17 +187,20 @@ class Endpoint:
         if session.ended:
             raise stranger()
         tasks = session.under_way[hashlib.blake2b(body).hexdigest()]
-        repeated = request.headers.get("x-stainless-retry-count", "0") != "0"
-        same = [one for one in tasks if repeated and not (one.done() and one.exception())]
-        if not same:
-            same = [asyncio.create_task(self._answers(session, asked, history))]
-            tasks += same
-        task = next((one for one in same if one not in session.given), same[-1])
-        await asyncio.wait([task])  # it goes on if the client does not
-        gone = await request.is_disconnected()
+        if request.headers.get("x-stainless-retry-count", "0") == "0" or not tasks:
+            tasks.append(asyncio.create_task(self._answers(session, asked, history)))
+            tasks[-1].add_done_callback(partial(_forget, tasks))
+            task = tasks[-1]
+        else:  # of equal requests each gets an answer of its own
+            task = min(tasks, key=lambda one: session.claims[one])
+        session.claims[task] += 1
+        gone = asyncio.ensure_future(_gone(request))
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)  # the one goes on without the other
+        gone.cancel()
         if session.ended:
             raise stranger()
-        if gone:
+        if gone.done():
+            session.claims[task] -= 1
             raise ClientDisconnect
         if task not in session.given:
             session.given[task] = [
@@ -217,9 +231,11 @@ class Endpoint:
         return [one for one in found if isinstance(one, _Sampled)]
 
     async def _answer(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> _Sampled:
-        answer = None
+        answer, kept = None, 0
         try:
-            how = self._how(session, asked, question)
+            how = self._how(asked, question)
+            kept = await session.reserve(how.max_tokens)
+            how = how.model_copy(update={"max_tokens": kept})
             found = await session.sampler.sample(question.tokens, question.branch.seed, how)
             if found.finish_reason == "abort":
                 raise Refused("the engine has dropped the request: ask again", "aborted", 503)
@@ -231,7 +247,7 @@ class Endpoint:
             session.failure = session.failure or error
             raise Refused("the engines cannot answer; the run says why", "unavailable", 503) from error
         finally:
-            session.count(answer)
+            session.count(answer, kept)
         return _Sampled(question, found, text, parts)
 
     async def _parts(self, asked: ChatRequest | CompletionRequest, question: Asked, text: str) -> Parts:
@@ -240,13 +256,13 @@ class Endpoint:
         tools = [] if asked.tool_choice == "none" else question.history.shown_tools
         return await read_by(self._read, text, tools)
 
-    def _how(self, session: Session, asked: ChatRequest | CompletionRequest, question: Asked) -> Sampling:
+    def _how(self, asked: ChatRequest | CompletionRequest, question: Asked) -> Sampling:
         room = self._rules.context - len(question.tokens)
         if room < 1:
             fact = f"the conversation has {len(question.tokens)} tokens, and the model reads {self._rules.context}"
             raise Refused(f"{fact} with the answer: shorten it", "context_length_exceeded", param="messages")
         how = narrowed(asked, self._rules.how)
-        return how.model_copy(update={"max_tokens": min(how.max_tokens, room, max(session.left, 1))})
+        return how.model_copy(update={"max_tokens": min(how.max_tokens, room)})
 
 
 @contextmanager
@@ -258,7 +274,8 @@ def serving(endpoint: Endpoint) -> Iterator[str]:
             endpoint.application(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
         server = uvicorn.Server(settings)
-        thread = threading.Thread(target=server.run, args=([port],), daemon=True)
+        serve, factory = endpoint.serve(server, port), settings.get_loop_factory()
+        thread = threading.Thread(target=asyncio.run, args=(serve,), kwargs={"loop_factory": factory}, daemon=True)
         thread.start()
         until = time.monotonic() + _STARTS_S
         while not server.started:
@@ -272,10 +289,16 @@ def serving(endpoint: Endpoint) -> Iterator[str]:
             thread.join()
 
 
-async def _given_up(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for one in tasks:
-        one.cancel()
-    await asyncio.wait(tasks)
+async def _gone(request: Request) -> None:
+    """Wait until the client of a request, which has been read, is not there any more."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _forget(tasks: list[asyncio.Task[Any]], task: asyncio.Task[Any]) -> None:
+    """Leave out a request that has no answer, which holds all of its text: asked again, it is another one."""
+    if task.cancelled() or task.exception():
+        tasks.remove(task)
 
 
 def _refused(refusal: Refused) -> Response:

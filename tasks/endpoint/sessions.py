@@ -149,6 +149,11 @@ class Session:
     overridden: dict[str, JsonValue] = field(default_factory=dict)  # by parameter, the value that was asked for last
     _births: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Numbers of the branches that began after the same tokens."""
+    claims: Counter[asyncio.Task[Any]] = field(
+        default_factory=Counter
+    )  # clients that wait for it, or have been given it
+    _kept: int = 0  # tokens that answers which are being sampled may have
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)  # pulses when one of these has ended
     _open: int = 0  # questions that are under way
     _asked_s: float = 0.0  # time of the steady clock at which the first of them was asked
     _sampled_s: float = 0.0
@@ -165,27 +170,40 @@ class Session:
         self.overridden |= {name: _bounded(value) for name, value in asked.items()}
         self.counts.update(f"overridden/{name}" for name in asked)
 
+    async def reserve(self, wanted: int) -> int:
+        """Tokens that an answer may have, until `count` is told of it. It waits for answers that are being sampled
+        where these may take some of what is wanted. Raises Refused: the session has had all of its tokens."""
+        while self._kept and self._left < wanted:
+            await self._settled.wait()
+        if (given := min(wanted, self._left)) < 1:
+            raise self._at("tokens", self.tokens)
+        self._kept += given
+        return given
+
     @property
-    def left(self) -> int:
-        """Tokens that may still be sampled."""
-        return self.tokens - self.counts["tokens"]
+    def _left(self) -> int:
+        return self.tokens - self.counts["tokens"] - self._kept
+
+    def _at(self, name: str, most: int) -> Refused:
+        return Refused(f"the session has its {most} {name}: it accepts no more", "session_limit")
 
     def ask(self, history: History) -> Asked:
         """Find the branch that a history goes on with, or begin one. Raises Refused: the session is at its limits;
         InputError: the template refuses the messages."""
         if self.ended:
             raise stranger()
-        for name, most in (("answers", self.turns), ("tokens", self.tokens)):
-            if self.counts[name] + (name == "answers") * self._open >= most:
-                raise Refused(f"the session has its {most} {name}: it accepts no more", "session_limit")
+        if self.counts["answers"] + self._open >= self.turns:
+            raise self._at("answers", self.turns)
         asked = self._continued(history) or self._begun(history)
         self._asked_s = self._asked_s if self._open else time.monotonic()
         self._open += 1
         return asked
 
-    def count(self, answer: Answer | None) -> None:
-        """Count the answer to a question, or the question as one that has none."""
-        self._open -= 1
+    def count(self, answer: Answer | None, kept: int = 0) -> None:
+        """Count the answer to a question, for which so many tokens were kept, or the question as one that has none."""
+        self._open, self._kept = self._open - 1, self._kept - kept
+        self._settled.set()
+        self._settled.clear()
         self._sampled_s += 0 if self._open else time.monotonic() - self._asked_s
         if answer is not None:
             self.counts.update(answers=1, tokens=len(answer.tokens))

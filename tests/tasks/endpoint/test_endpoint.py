@@ -203,6 +203,38 @@ def test_a_request_repeated_after_a_lost_connection_is_not_sampled_again(codec):
     assert [one.why for one in session.sampled] == ["first", "again"]
 
 
+def test_equal_requests_that_are_repeated_while_they_are_answered_have_an_answer_each(codec):
+    class Late(Policy):
+        """Takes longer for an answer than a client waits at first."""
+
+        async def sample(self, prompt, seed, sampling):
+            await asyncio.sleep(0.5)
+            return await super().sample(prompt, seed, sampling)
+
+    again = {"extra_headers": {"x-stainless-retry-count": "1"}}
+    with talking(codec, lambda text, seed: str(seed), policy=Late) as (endpoint, policy, url):
+        session = endpoint.open(5)
+        lost = asyncio.run(at_once(url, session, [user("one")], {"timeout": 0.2}, {"timeout": 0.2}))
+        assert {type(one) for one in lost} == {openai.APITimeoutError}
+        found = asyncio.run(at_once(url, session, [user("one")], again, again))
+        late = ask(url, session, [user("one")], **again)  # as if the first answer had not arrived
+    given = [one.choices[0].message.content for one in (*found, late)]
+    assert sorted(given[:2]) == sorted(str(seed) for _, _, seed, _ in policy.asked)
+    assert len(set(given)) == len(policy.asked) == 2
+    check_rows(session, policy)
+
+
+def test_requests_at_once_have_no_more_tokens_than_their_session(codec):
+    for words, answers in (("two", [4, 4, 2]), ("and one " * 9, [10])):
+        with talking(codec, lambda text, seed, words=words: words) as (endpoint, policy, url):
+            session = endpoint.open(5, tokens=10)
+            found = asyncio.run(at_once(url, session, [user("one")], {"n": 2}, {}, {}, {}, {}))
+        assert [len(tokens) for _, tokens, _, _ in policy.asked] == answers
+        refused = [one.code for one in found if isinstance(one, openai.BadRequestError)]
+        assert set(refused) == {"session_limit"}
+        assert session.counts["tokens"] == 10
+
+
 def test_sampling_of_the_run_is_kept(codec):
     with talking(codec, lambda text, seed: "two") as (endpoint, policy, url):
         session = endpoint.open(5)
@@ -264,7 +296,7 @@ def test_answers_that_no_client_is_given_are_no_part_of_a_session(codec):
         until(lambda: session.counts["disconnected"])
         assert [one.row.answers for one in session.sampled] == [1]
         assert session.last.began.messages[0].content == "two"
-        assert session.counts["answers"] == 3  # they were sampled, so they count
+        until(lambda: session.counts["answers"] == 3)  # they were sampled, so they count
         repeated = ask(url, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
         assert repeated.choices[0].message.content == str(policy.seeds[0])
         assert session.last.began.messages[0].content == "one"
