@@ -15,6 +15,7 @@ from tasks.rewards.words import shortened, shown
 
 REASONING = ("reasoning_content", "reasoning")
 _UNREADABLE = (UnicodeDecodeError, UnicodeEncodeError)
+_DEEPEST = 8  # parts of the place of a flaw that are told
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -203,7 +204,7 @@ def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
         raise Refused(f"{fact}: encode it so", "invalid_encoding") from None
     except ValidationError as flaws:
         first = flaws.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
+        place = ".".join(map(str, first["loc"][:_DEEPEST]))
         unknown = first["type"] == "extra_forbidden"
         code = "unknown_parameter" if unknown else "invalid_value"
         fact = f"{place} is not a parameter that is known here" if unknown else f"{place}: {first['msg']}"

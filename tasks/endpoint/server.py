@@ -10,8 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from storage.errors import InputError, RatchetError, StageFailed
 from tasks.config.rollout import STOP_BYTES
 from tasks.endpoint.forms import Answered, Form
 from tasks.endpoint.requests import ChatRequest, CompletionRequest, Message, Refused, disobeyed, narrowed, parsed
-from tasks.endpoint.sessions import Asked, History, Session, stranger
+from tasks.endpoint.sessions import Asked, History, Pending, Session, stranger
 from tasks.engine.protocol import Sampling
 from tasks.environments.calls import Parts, Reader, by_tags, read_by
 from tasks.environments.rendering import Renderer
@@ -84,7 +83,7 @@ class Endpoint:
     async def _end(self, session: Session) -> None:
         del self._sessions[session.key]
         session.ended = True
-        if left := [one for tasks in session.under_way.values() for one in tasks]:
+        if left := [one.task for equal in session.under_way.values() for one in equal]:
             for one in left:
                 one.cancel()
             await asyncio.wait(left)
@@ -105,7 +104,7 @@ class Endpoint:
         """The handler with the session of a request; each refusal is recorded in it, and answered in the form."""
 
         async def answer(request: Request) -> Response:
-            session = self._sessions.get(request.headers.get("authorization", "").removeprefix("Bearer "))
+            session = self._sessions.get(request.headers.get("authorization", "").partition(" ")[2])
             if session is None:
                 self.strangers += 1
                 return _refused(stranger())
@@ -186,28 +185,28 @@ class Endpoint:
         ClientDisconnect."""
         if session.ended:
             raise stranger()
-        tasks = session.under_way[hashlib.blake2b(body).hexdigest()]
-        if request.headers.get("x-stainless-retry-count", "0") == "0" or not tasks:
-            tasks.append(asyncio.create_task(self._answers(session, asked, history)))
-            tasks[-1].add_done_callback(partial(_forget, tasks))
-            task = tasks[-1]
+        key = hashlib.blake2b(body).hexdigest()
+        if request.headers.get("x-stainless-retry-count", "0") == "0" or not session.under_way[key]:
+            one = Pending(asyncio.create_task(self._answers(session, asked, history)))
+            session.under_way[key].append(one)
+            one.task.add_done_callback(lambda _: _forget(session, key, one))
         else:  # of equal requests each gets an answer of its own
-            task = min(tasks, key=lambda one: session.claims[one])
-        session.claims[task] += 1
+            one = min(session.under_way[key], key=lambda other: other.clients)
+        one.clients += 1
         gone = asyncio.ensure_future(_gone(request))
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)  # the one goes on without the other
+        await asyncio.wait([one.task, gone], return_when=asyncio.FIRST_COMPLETED)  # the one goes on without the other
         gone.cancel()
         if session.ended:
             raise stranger()
         if gone.done():
-            session.claims[task] -= 1
+            one.clients -= 1
             raise ClientDisconnect
-        if task not in session.given:
-            session.given[task] = [
-                Answered(one.question, one.answer, session.answered(one.question, one.answer, one.text, one.parts))
-                for one in task.result()
+        if one.given is None:
+            one.given = [
+                Answered(of.question, of.answer, session.answered(of.question, of.answer, of.text, of.parts))
+                for of in one.task.result()
             ]
-        return session.given[task]
+        return one.given
 
     async def _answers(
         self, session: Session, asked: ChatRequest | CompletionRequest, history: History
@@ -295,10 +294,12 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _forget(tasks: list[asyncio.Task[Any]], task: asyncio.Task[Any]) -> None:
+def _forget(session: Session, key: str, one: Pending) -> None:
     """Leave out a request that has no answer, which holds all of its text: asked again, it is another one."""
-    if task.cancelled() or task.exception():
-        tasks.remove(task)
+    if one.task.cancelled() or one.task.exception():
+        session.under_way[key].remove(one)
+        if not session.under_way[key]:
+            del session.under_way[key]
 
 
 def _refused(refusal: Refused) -> Response:

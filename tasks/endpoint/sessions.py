@@ -119,6 +119,15 @@ class Asked(NamedTuple):
     opened: str | None = None  # the same as text, if it has been rendered
 
 
+@dataclass(eq=False)
+class Pending:
+    """A request, which a task answers."""
+
+    task: asyncio.Task[Any]
+    clients: int = 0  # that wait for its answers, or have been given them
+    given: list[Any] | None = None  # the answers, once a client was there to be given them
+
+
 def _bounded(value: JsonValue) -> JsonValue:
     """A value as it is recorded: a long one by the beginning of its JSON text."""
     text = json.dumps(value)
@@ -139,9 +148,8 @@ class Session:
     refused: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     """Of requests, answers, refusals by code, and parameters that were overridden."""
-    under_way: defaultdict[str, list[asyncio.Task[Any]]] = field(default_factory=lambda: defaultdict(list))
-    """Requests by their digest, each answered by a task."""
-    given: dict[asyncio.Task[Any], list[Any]] = field(default_factory=dict)  # answers that a client has waited for
+    under_way: defaultdict[str, list[Pending]] = field(default_factory=lambda: defaultdict(list))
+    """Requests by their digest."""
     last: Branch | None = None  # branch of the newest answer
     ended: bool = False  # True if it accepts no more
     at_limit: bool = False  # True if the newest response was that the policy is at a limit
@@ -149,9 +157,6 @@ class Session:
     overridden: dict[str, JsonValue] = field(default_factory=dict)  # by parameter, the value that was asked for last
     _births: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Numbers of the branches that began after the same tokens."""
-    claims: Counter[asyncio.Task[Any]] = field(
-        default_factory=Counter
-    )  # clients that wait for it, or have been given it
     _kept: int = 0  # tokens that answers which are being sampled may have
     _settled: asyncio.Event = field(default_factory=asyncio.Event)  # pulses when one of these has ended
     _open: int = 0  # questions that are under way

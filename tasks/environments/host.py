@@ -16,8 +16,10 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import psutil
@@ -37,7 +39,7 @@ _TICK_S = 1.0
 
 def main() -> None:
     """Serve one order."""
-    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)  # what environments start stays below this process
+    _adopt()
     control = socket.socket(fileno=0)
     order = json.loads(control.recv(PACKET))
     hide(order["secrets"])
@@ -52,8 +54,13 @@ def main() -> None:
         gc.freeze()  # a collection in a fork would copy every page of what is imported
         hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven), "reads": reads}
         control.send(json.dumps(hello).encode())
-        while _next(control, order, found, processes):
-            pass
+        processes |= {-one.pid: one.pid for one in psutil.Process().children()}  # for all conversations, by the module
+        due, ended = 0.0, list[int]()
+        while _next(control, order, found, processes, ended):
+            if ended and time.monotonic() > due:  # seldom: it looks at all processes of the machine
+                _end(set(processes.values()))
+                ended.clear()
+                due = time.monotonic() + _TICK_S
     except InputError as error:
         control.send(json.dumps({"status": "refused", "detail": storable(str(error))}).encode())
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
@@ -62,24 +69,44 @@ def main() -> None:
 
 
 async def _warmed(openai: Any) -> None:
-    """Ask for an answer in vain, and for one that is made up: a client imports most of itself, and builds its types, at
-    its first request, and the forks share that."""
-    import httpx
-
+    """Ask for two answers that are made up, one of them streamed: a client imports most of itself, and builds its
+    types, at its first requests, and the forks share that."""
     message = {"role": "assistant", "content": ""}
-    choice = {"index": 0, "finish_reason": "stop", "message": message}
-    said = {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
-    made_up = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(200, json=said)))
-    settings = {"base_url": "http://127.0.0.1:9", "api_key": "none", "max_retries": 0, "timeout": 1.0}
-    for transport in (None, made_up):
-        async with openai.AsyncOpenAI(http_client=transport, **settings) as client:
+    choice = {"index": 0, "finish_reason": "stop", "message": message, "delta": message}
+    said = json.dumps({"id": "", "created": 0, "model": "", "choices": [choice]})
+    answers = iter([("application/json", said), ("text/event-stream", f"data: {said}\n\n")])
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        kind, text = next(answers)
+        head = f"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {len(text)}\r\n\r\n"
+        writer.write(f"{head}{text}".encode())
+        await reader.read()  # what is left of the request, until the client has gone
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=5.0) as client:
             with suppress(openai.OpenAIError):
-                await client.chat.completions.create(model="", messages=[message], tools=[])
+                asked = {"model": "", "messages": [message], "tools": []}
+                await client.chat.completions.create(**asked)
+                _ = [one async for one in await client.chat.completions.create(**asked, stream=True)]
 
 
-def _next(control: socket.socket, order: Mapping[str, Any], found: UserFunction, processes: dict[int, int]) -> bool:
-    """Do what the packets that have come ask for; False if there is none any more."""
-    patience, doomed, goes_on = _TICK_S, set[int](), True
+def _adopt() -> None:
+    """Keep below this process what its descendants have started and left."""
+    ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _next(
+    control: socket.socket,
+    order: Mapping[str, Any],
+    found: UserFunction,
+    processes: dict[int, int],
+    ended: list[int],
+) -> bool:
+    """Do what the packets that have come ask for, and note which processes ended; False if there is none any more."""
+    patience, goes_on = _TICK_S, True
     while goes_on and select.select([control], [], [], patience)[0]:
         packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 1)
         asked, patience, goes_on = json.loads(packet or "{}"), 0.0, bool(packet)
@@ -90,9 +117,10 @@ def _next(control: socket.socket, order: Mapping[str, Any], found: UserFunction,
                 del processes[number]
             processes[asked["open"]] = process
         elif asked.get("end") in processes:  # else an earlier host has opened it
-            doomed.add(processes.pop(asked["end"]))
-    if doomed and goes_on:
-        _end(doomed, set(processes.values()))
+            ended.append(processes.pop(asked["end"]))
+            with suppress(ChildProcessError):  # it ended by itself, and its number may be that of a stranger
+                os.waitid(os.P_PID, ended[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                os.kill(ended[-1], signal.SIGKILL)
     _reap()
     return goes_on
 
@@ -105,13 +133,13 @@ def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunctio
     return process
 
 
-def _end(processes: set[int], others: set[int]) -> None:
-    """Kill the processes of conversations, and what they have started. Each leads a session, as `others` do."""
-    doomed, below = list[psutil.Process](), set(processes)
+def _end(kept: set[int]) -> None:
+    """Kill everything below this process but `kept` and what is below them: what a conversation has started is below
+    its process, however it was started, and below this one once that has ended."""
+    doomed, below, host = list[psutil.Process](), set[int](), os.getpid()
     for one in psutil.Process().children(recursive=True):  # a parent comes before its children
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            session = os.getsid(one.pid)
-            if one.pid in below or session in processes or (session not in others and one.ppid() in below):
+        with suppress(psutil.NoSuchProcess):
+            if (one.pid not in kept) if (parent := one.ppid()) == host else parent in below:
                 doomed.append(one)
                 below.add(one.pid)
     for one in doomed:  # all are known before the first dies, whose children get another parent
@@ -130,14 +158,15 @@ def _serve(order: Mapping[str, Any], found: UserFunction, descriptor: int, host:
     try:
         os.setsid()  # an environment that signals its group does not reach the host
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        _adopt()
         if os.getppid() == host:
             os.write(descriptor, b"\n")  # it is there: see `Host.open`
             nothing = os.open(os.devnull, os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(nothing, target)
             _limit_memory(order["memory_mib"])
-            environment = made_by(found, order["arguments"])
-            asyncio.run(_conversation(environment, socket.socket(fileno=descriptor), order["memory_mib"]))
+            make, ours = partial(made_by, found, order["arguments"]), socket.socket(fileno=descriptor)
+            asyncio.run(_conversation(make, ours, order["memory_mib"]))
     finally:
         os._exit(0)
 
@@ -149,16 +178,22 @@ def _limit_memory(mib: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-async def _conversation(environment: Any, ours: socket.socket, memory_mib: int | None) -> None:
+async def _conversation(make: Callable[[], Any], ours: socket.socket, memory_mib: int | None) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=ours, limit=16 * LARGEST)
+    process, environment = os.getpid(), None
     while line := await reader.readline():
         try:
+            environment = make() if environment is None else environment
             said = await _answer(environment, json.loads(line))
             answer = json.dumps(said, allow_nan=False, ensure_ascii=False).encode()
         except (InputError, MemoryError) as error:
             answer = _failed(_told(error, memory_mib))
         except (TypeError, ValueError, RecursionError) as error:  # of json: a message holds something else than texts
             answer = _failed(f"it gave what JSON cannot hold: {described(error)}")
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            answer = _failed(described(error))
+        if os.getpid() != process:  # it has forked, and both would answer
+            os._exit(0)
         if len(answer) > LARGEST:
             answer = _failed(f"it gave {len(answer)} bytes at once; {LARGEST} are possible")
         writer.write(answer + b"\n")

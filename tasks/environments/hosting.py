@@ -4,11 +4,13 @@ import asyncio
 import itertools
 import json
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self
 
 import psutil
@@ -131,7 +133,15 @@ def _environment(variables: Sequence[str]) -> dict[str, str]:
     """The environment of a host, whose clients reach the endpoint on loopback past every proxy."""
     plain = scoring_environment(variables)
     past = ",".join(filter(None, (plain.get("no_proxy") or plain.get("NO_PROXY"), "127.0.0.1")))
-    return {**plain, "no_proxy": past, "NO_PROXY": past}
+    return {**_trusting(plain), "no_proxy": past, "NO_PROXY": past}
+
+
+def _trusting(plain: dict[str, str]) -> dict[str, str]:
+    """The same with the system's folder of certificates, where it has one: each client that is made reads the file of
+    all of them, which takes as long as ten requests, but what it needs of a folder."""
+    folder = Path(ssl.get_default_verify_paths().openssl_capath)
+    named = plain.keys() & {"SSL_CERT_FILE", "SSL_CERT_DIR"} or not any(folder.glob("*.0"))
+    return plain if named else {**plain, "SSL_CERT_DIR": str(folder)}
 
 
 class Opened:

@@ -84,8 +84,9 @@ def takes_calls(environment: Environment) -> bool:
 
 
 def tools_of(environment: Environment) -> list[Any]:
-    """The definitions of its tools. Raises InputError: they are none."""
-    found = getattr(environment, "tools", ())
+    """The definitions of its tools. Raises InputError: they are none; and whatever a property of that name raises."""
+    declared = inspect.getattr_static(type(environment), "tools", None)
+    found = declared.__get__(environment) if isinstance(declared, property) else getattr(environment, "tools", ())
     if isinstance(found, list | tuple) and all(isinstance(one, Mapping) for one in found):
         return list(found)
     fact = f"{type(environment).__name__}.tools is {shown(found)}"
@@ -160,7 +161,7 @@ def _triple(environment: Environment, value: object) -> tuple[object, float | No
         raise InputError(f"{_place(environment, 'step')} returned done = {shown(done)}: expected True or False")
     if reward is not None and not _is_finite(reward):
         fact = f"{_place(environment, 'step')} returned the reward {shown(reward)}"
-        raise InputError(f"{fact}: expected a finite number or None")
+        raise InputError(f"{fact}: expected a finite int or float, or None")
     return observation, None if reward is None else float(reward), done
 
 

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 
 import openai
 import pytest
 
+from tasks.config.playing import EnvironmentSection
+from tasks.environments.hosting import Host
 from tests.tasks.endpoint.talking import DROPPING, Policy, Stopping, check_rows, codec_of, talking
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -224,6 +227,23 @@ def test_equal_requests_that_are_repeated_while_they_are_answered_have_an_answer
     check_rows(session, policy)
 
 
+def test_a_conversation_neither_imports_a_client_again_nor_reads_all_certificates(codec, monkeypatch):
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def driven():
+        async with await host.open() as opened:
+            asked = {"url": url, "key": endpoint.open(5).key, "record": {"prompt": "one"}, "seed": 0}
+            return await opened.ask(60.0, "the drive", **asked)
+
+    drives = Path(__file__).parents[1] / "environments/drives.py:importing"
+    with (
+        talking(codec, lambda text, seed: "two") as (endpoint, _, url),
+        Host(EnvironmentSection(function=str(drives))) as host,
+    ):
+        assert asyncio.run(driven()) == {"reward": 0.0}
+
+
 def test_requests_at_once_have_no_more_tokens_than_their_session(codec):
     for words, answers in (("two", [4, 4, 2]), ("and one " * 9, [10])):
         with talking(codec, lambda text, seed, words=words: words) as (endpoint, policy, url):
@@ -303,7 +323,7 @@ def test_answers_that_no_client_is_given_are_no_part_of_a_session(codec):
         sampled = len(policy.seeds)
         leave(url, session, [user("two")], lambda: len(policy.seeds) == sampled + 2, requests=2)
         asyncio.run(endpoint.close(session))
-        assert all(one.done() for tasks in session.under_way.values() for one in tasks)
+        assert all(one.task.done() for equal in session.under_way.values() for one in equal)
 
 
 def test_of_several_choices_the_last_one_is_that_of_the_row(codec):

@@ -57,6 +57,12 @@ FLAWED = {
     "many stop texts": ({**GOOD, "stop": [f"{n} one" for n in range(50)]}, 400, "invalid_value", "stop"),
     "NaN": (json.dumps({**GOOD, "temperature": float("nan")}).encode(), 400, "invalid_json", None),
     "key twice": (b'{"model": "policy", "model": "policy", "messages": []}', 400, "invalid_json", None),
+    "deep metadata": (
+        json.dumps({**GOOD, "metadata": 0}).replace(" 0", '{"a":' * 900 + "1" + "}" * 900).encode(),
+        400,
+        "invalid_value",
+        "metadata.dict.a.dict.a.dict.a.dict",
+    ),
     "tool without a name": ({**GOOD, "tools": [{"type": "function", "function": {}}]}, 400, "invalid_value", "tools.0"),
     "infinity": (json.dumps({**GOOD, "top_p": 7}).replace("7", "1e999").encode(), 400, "invalid_value", "top_p"),
     "lone surrogate": (
@@ -164,6 +170,7 @@ def test_limits_of_a_session(codec):
         few, short = endpoint.open(5, turns=2), endpoint.open(5, tokens=6)
         found = [post(url, few.key, {**GOOD, "n": n})[0] for n in (3, 2, 1)]
         assert found == [400, 200, 400]
+        assert [len(equal) for equal in few.under_way.values()] == [1]  # what was refused is not held
         assert [post(url, short.key, GOOD)[0] for _ in range(3)] == [200, 200, 400]
         assert [sum(len(one.row.tokens) - len(one.row.prompt) for one in short.sampled)] == [6]
 

@@ -1,6 +1,7 @@
 """Functions that drive conversations with the unmodified `openai` client."""
 
 import asyncio
+import sys
 
 import openai
 
@@ -72,6 +73,17 @@ async def textual(base_url, api_key, record, seed):
     """Return what is not a number."""
     await sums(base_url, api_key, record, seed, turns=1)
     return "good"
+
+
+async def importing(base_url, api_key, record, seed):
+    """Stream an answer; the reward is the number of modules that were imported for it, and of certificates."""
+    before = set(sys.modules)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        loaded = client._client._transport._pool._ssl_context.cert_store_stats()["x509"]
+        given = {"model": "policy", "messages": [{"role": "user", "content": record["prompt"]}]}
+        await client.chat.completions.create(**given)
+        _ = [one async for one in await client.chat.completions.create(**given, stream=True)]
+    return len(set(sys.modules) - before) + loaded
 
 
 async def silent(base_url, api_key, record, seed):

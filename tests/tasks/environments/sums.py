@@ -120,6 +120,44 @@ async def misbehave(how, folder=None):
         raise RuntimeError("no")
 
 
+class Leaving(Sums):
+    """Starts a process that outlives the one which has started it, and ends itself in the turn whose answer is `2`."""
+
+    async def reset(self, record, seed):
+        subprocess.Popen(["sh", "-c", "setsid sleep 987654 & setsid setsid sleep 987654 &"]).wait()
+        return await super().reset(record, seed)
+
+    async def step(self, action):
+        await misbehave("die" if action == "2" else "")
+        return await super().step(action)
+
+
+class Forking(Sums):
+    """Forks, and goes on in both processes."""
+
+    async def step(self, action):
+        os.fork()
+        return await super().step(action)
+
+
+class Unmade(Sums):
+    """Can be made once, by a file."""
+
+    def __init__(self, marks):
+        super().__init__()
+        if Path(marks).exists():
+            raise ConnectionError("the sandbox is gone")
+        Path(marks).touch()
+
+
+class Toolless(Sums):
+    """Shows tools that it has not loaded."""
+
+    @property
+    def tools(self):
+        return self._loaded_tools
+
+
 class Greedy(Sums):
     """Allocates 1 GiB in the turn whose answer is `2`."""
 

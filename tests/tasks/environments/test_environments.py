@@ -80,7 +80,11 @@ def test_what_is_no_environment_is_refused_when_it_is_loaded(tmp_path, text, sai
         ('return "hello"', "return 1 / 0", r"raised ZeroDivisionError: division by zero \(mine\.py, line 4\)"),
         ("None, 1.0, True", "1.0, True", r"Mine\.step \(mine\.py:5\) returned \(1\.0, True\): expected"),
         ("None, 1.0, True", "None, 1.0, 'yes'", "returned done = 'yes': expected True or False"),
-        ("None, 1.0, True", "None, float('nan'), True", "returned the reward nan: expected a finite number or None"),
+        (
+            "None, 1.0, True",
+            "None, float('nan'), True",
+            "returned the reward nan: expected a finite int or float, or None",
+        ),
         ("None, 1.0, True", "None, 0.0, False", "gave the observation None"),
         ("None, 1.0, True", "'again', 0.0, False", "is not done after 64 turns"),
     ],

@@ -55,6 +55,52 @@ def test_an_environment_that_hangs_is_ended_with_what_it_has_started_while_other
     assert host_processes() == {}
 
 
+@pytest.mark.parametrize("last", ["1", "2"])
+def test_what_an_environment_has_left_ends_with_it_even_where_it_has_ended_by_itself(last):
+    async def play(host):
+        async with await host.open() as opened:
+            await opened.ask(PATIENCE_S, "its beginning", **BEGIN)
+            await until(lambda: len(sleepers()) == 2)
+            with suppress(EnvironmentFailed):
+                await opened.ask(PATIENCE_S, "turn 1", action=last)
+            assert len(sleepers()) == 2
+        await until(lambda: not sleepers())
+
+    with Host(EnvironmentSection(function=f"{FILE}:Leaving")) as host:
+        asyncio.run(play(host))
+
+
+def test_an_environment_that_forks_answers_once():
+    async def play(host):
+        async with await host.open() as opened:
+            await opened.ask(PATIENCE_S, "its beginning", **BEGIN)
+            for action in ("1", "22"):
+                said = await opened.ask(PATIENCE_S, "a turn", action=action)
+                assert said["observation"] == f"{len(action)}+3="
+                await asyncio.sleep(0.2)  # for another answer
+
+    with Host(EnvironmentSection(function=f"{FILE}:Forking")) as host:
+        asyncio.run(play(host))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("Unmade", "ConnectionError: the sandbox is gone"),
+        ("Toolless", "AttributeError: .* no attribute '_loaded_tools'"),
+    ],
+)
+def test_an_environment_that_cannot_begin_says_why(tmp_path, kind, told):
+    async def play(host):
+        async with await host.open() as opened:
+            with pytest.raises(EnvironmentFailed, match=told):
+                await opened.ask(PATIENCE_S, "its beginning", **BEGIN)
+
+    arguments = {"marks": str(tmp_path / "mark")} if kind == "Unmade" else {}
+    with Host(EnvironmentSection(function=f"{FILE}:{kind}", arguments=arguments)) as host:
+        asyncio.run(play(host))
+
+
 def test_a_host_that_is_being_killed_is_replaced_before_anything_is_asked_of_it():
     section = EnvironmentSection(function=f"{FILE}:Sums")
 

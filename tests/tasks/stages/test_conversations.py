@@ -312,7 +312,7 @@ SAID = {
     "message": ("exception", "expected a text, or messages with role and content"),
     "endless": ("exception", "bytes at once; 1048576 are possible"),
     "speaks": ("exception", "speaks after it is done: 'one more'; return None"),
-    "nan": ("exception", "expected a finite number or None"),
+    "nan": ("exception", "expected a finite int or float, or None"),
     "set": ("exception", "it gave what JSON cannot hold"),
 }
 
