@@ -6,7 +6,41 @@ _PLACES = ("tests/tasks/workers/test_placement.py",)
 _SURVIVORS = ("tests/tasks/workers/test_survivors.py",)
 _STANDBY = ("tests/tasks/workers/test_standby.py",)
 
+_CONNECTION = ("tests/tasks/workers/test_connection.py",)
+
 HOSTS = (
+    Mutant(
+        "ray-left-under-a-call",
+        "when Ray's node dies while a rollout runs beside a training, Ray ends the command",
+        "tasks/workers/connection.py",
+        "            self._turn.wait_for(lambda: not self._inside, _LEAVE_S)\n",
+        "",
+        _CONNECTION,
+    ),
+    Mutant(
+        "ray-ends-with-a-rollout",
+        "a Ray that is started in place of one that died beside a training ends with the rollout that needed it",
+        "tasks/workers/cluster.py",
+        "self._start_local() if in_main else _LASTING.submit(self._start_local).result()",
+        "self._start_local() if in_main else self._start_local()",
+        ("tests/tasks/workers/test_cluster.py",),
+    ),
+    Mutant(
+        "results-let-go-as-ray-ends",
+        "a result of Ray that a thread lets go while another leaves Ray ends the command",
+        "tasks/workers/connection.py",
+        "            self._kept += self._holders\n",
+        "",
+        _CONNECTION,
+    ),
+    Mutant(
+        "calls-after-the-end-of-ray",
+        "a thread calls actors of a Ray that is not there any more, in the one that took its place",
+        "tasks/workers/connection.py",
+        "if number != self.number:",
+        "if number > self.number:",
+        _CONNECTION,
+    ),
     Mutant(
         "two-ranks-on-a-card",
         "where engines share the cards of a cluster, Ray may give two ranks one card",

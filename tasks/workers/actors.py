@@ -1,12 +1,14 @@
 """Groups of Ray actors that hold one object each, and what happens when one of them fails."""
 
 import errno
+import math
 import operator
 import os
 import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 import ray
@@ -16,6 +18,7 @@ from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 
 from storage.errors import OutOfMemory, RatchetError, WorkerLost, first_line
 from tasks.workers.cluster import NAMESPACE
+from tasks.workers.connection import CONNECTION
 from tasks.workers.stalls import Watch, current_stage, within
 from trainer_core.progress import listen
 
@@ -91,6 +94,7 @@ class WorkerGroup:
         self._start_deadline_s = 0.0
         self._ended = False
         self._left: dict[int, Any] = {}
+        self._ray = CONNECTION.held_by(self)
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
@@ -104,11 +108,18 @@ class WorkerGroup:
         self._starting = [actor.make.remote(factory, own, current_stage()) for actor, own in members]
 
     def submit(self, method: str, *arguments: Any, **options: Any) -> "PendingCall":
-        if self._ended:
+        if self._over:
             raise WorkerLost(f"{self._labels[0]} has ended; the next attempt starts a new one")
+        return CONNECTION.call(self._ray, self._send, method, arguments, options)
+
+    def _send(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> "PendingCall":
         shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
         references = [actor.call.remote(current_stage(), method, *shared, **options) for actor in self._actors]
         return PendingCall(self, references, method)
+
+    @property
+    def _over(self) -> bool:
+        return self._ended or self._ray != CONNECTION.number
 
     def gather(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
         """Results of a call in the order of members; raises as `Pending.wait`."""
@@ -122,7 +133,7 @@ class WorkerGroup:
         return self._collect(references, what, deadline_s)
 
     def alive(self) -> bool:
-        if self._ended:
+        if self._over:
             return False
         pings = [actor.calls.remote() for actor in self._actors]
         if _answered(pings, _PING_S)[1]:
@@ -137,10 +148,12 @@ class WorkerGroup:
     def processes(self) -> list[int]:
         """A member that is at work answers once it has ended its call. A group with a dead member is ended."""
         try:
-            return ray.get([actor.pid.remote() for actor in self._actors])
-        except ray.exceptions.RayError:
-            self.end()
+            return self._collect(CONNECTION.call(self._ray, self._asked), "pid", math.inf)
+        except WorkerLost:
             return []
+
+    def _asked(self) -> list[Any]:
+        return [actor.pid.remote() for actor in self._actors]
 
     def in_step(self) -> bool:
         """True if all members are idle and have begun the same number of calls, so that new calls can be made."""
@@ -156,9 +169,10 @@ class WorkerGroup:
         """As `Group.end`; the members in those places live on, for `survivors`."""
         self._ended = True
         self._left = {place: self._actors[place] for place in spared}
-        for place, actor in enumerate(self._actors):
-            if place not in spared:
-                ray.kill(actor)
+        with suppress(WorkerLost):  # with Ray itself they have ended
+            for place, actor in enumerate(self._actors):
+                if place not in spared:
+                    CONNECTION.call(self._ray, ray.kill, actor)
 
     def _collect(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
         results: dict[Any, Any] = {}
@@ -167,13 +181,13 @@ class WorkerGroup:
         pending, deadline = references, time.monotonic() + deadline_s
         while pending:
             left = max(0.0, deadline - time.monotonic())
-            ready, pending = _ready(pending, min(_GRACE_S, left) if failures else left)
+            ready, pending = CONNECTION.wait(self._ray, pending, min(_GRACE_S, left) if failures else left)
             if not ready:
                 break
             for reference in ready:
                 member = places[reference]
                 try:
-                    results[reference] = ray.get(reference)
+                    results[reference] = CONNECTION.call(self._ray, ray.get, reference)
                 except ray.exceptions.RayError as error:
                     failures[member] = _explained(error, self._labels[member], what)
         if len(results) == len(references):
@@ -209,6 +223,7 @@ class PendingCall:
 
     def __init__(self, group: WorkerGroup, references: list[Any], method: str) -> None:
         self._group, self._references, self._method = group, references, method
+        CONNECTION.held_by(self)
 
     def wait(self, deadline_s: float) -> list[Any]:
         return self._group.gather(self._references, self._method, deadline_s)
@@ -313,19 +328,6 @@ def _outlived(failures: Mapping[int, RatchetError], done: Iterable[int]) -> set[
     """Members that are idle and whose group has ended only because another one died."""
     died = {member for member, failure in failures.items() if isinstance(failure, WorkerDied)}
     return {*failures, *done} - died if died else set()
-
-
-def _ready(pending: list[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-    """Calls that have ended, as soon as one has, if one does in time; and the others. A signal's handler may end the
-    wait. Of what a handler raises, Ray lets KeyboardInterrupt alone through; anything else, as Prefect's for SIGTERM,
-    becomes the cause of a SystemError, which nobody would take for the end that was asked for."""
-    try:
-        first, others = ray.wait(pending, num_returns=1, timeout=timeout_s)
-        # all that are there: of thousands one at a time would cost seconds
-        more, others = ray.wait(others, num_returns=len(others), timeout=0) if first and others else ([], others)
-    except SystemError as error:
-        raise (error.__cause__ or error) from None
-    return [*first, *more], others
 
 
 def _explained(error: ray.exceptions.RayError, label: str, what: str) -> RatchetError:

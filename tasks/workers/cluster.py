@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -22,6 +24,7 @@ from ray._private.authentication.authentication_token_setup import maybe_enable_
 from storage.errors import InputError, RatchetError, WorkerLost, first_line
 from storage.ownership.scratch import socket_folder
 from tasks.config.environment import Settings, chooses_ray_authentication, ensure_ray_token, without_ray_token
+from tasks.workers.connection import CONNECTION
 from tasks.workers.logs import silence_terminal
 
 NAMESPACE = "ratchet"
@@ -34,8 +37,12 @@ _ANSWER_DEADLINE_S = 15.0
 _LINGER_S = 1.0
 _LOOK_S = 5.0  # between two looks at all processes of this machine; one took 0.4 s while a state was being stored
 _END_DEADLINE_S = 5.0
+_ALONE_S = 86_400  # how long this process outlives the head of our own Ray; a stage that needs Ray starts a new one
 
 _VITAL = ("gcs_server", "raylet")
+
+_LASTING = ThreadPoolExecutor(1, "ray")
+"""A thread that lives as long as this process."""
 
 _ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 """Program that connects to a cluster without a token; it ends with 0 if that was accepted."""
@@ -76,7 +83,9 @@ class Cluster(AbstractContextManager["Cluster", None]):
         if ray.is_initialized():
             raise RatchetError("this process is already connected to another Ray; call ray.shutdown() first")
         if self.settings.ray_address is None:
-            self._start_local()
+            # the kernel ends what a thread has started with that thread, and that of a rollout ends
+            in_main = threading.current_thread() is threading.main_thread()
+            self._start_local() if in_main else _LASTING.submit(self._start_local).result()
         else:
             _attach(self.settings.ray_address)
         silence_terminal()
@@ -99,7 +108,8 @@ class Cluster(AbstractContextManager["Cluster", None]):
         if not self._started:
             return
         tree = {*self._seen, *self.processes()}  # those whose parent has died are no longer our children
-        ray.shutdown()
+        with CONNECTION.leaving():
+            ray.shutdown()
         _end(tree)
         self._folder.close()
         self._roots, self._vital, self._seen, self._looked = [], {}, set(), -math.inf
@@ -126,6 +136,8 @@ class Cluster(AbstractContextManager["Cluster", None]):
                     log_to_driver=True,
                     logging_level=logging.ERROR,
                     namespace=NAMESPACE,
+                    # after a minute without it Ray would end this process, which may score or evaluate meanwhile
+                    _system_config={"gcs_rpc_server_reconnect_timeout_s": _ALONE_S},
                 )
         except BaseException as error:  # also an interrupt, which leaves Ray's agents to live on for a while
             _end(_with_descendants(_children_of_ray()))
@@ -136,10 +148,14 @@ class Cluster(AbstractContextManager["Cluster", None]):
             raise WorkerLost(f"Ray did not start on this host: {error}") from error
         self._roots = _children_of_ray()
         self._vital = {root.name(): root for root in self._roots if root.name() in _VITAL}
+        CONNECTION.check = self._check_processes
 
-    def _check(self) -> None:
+    def _check_processes(self) -> None:
         if dead := [name for name, process in self._vital.items() if not _is_alive(process)]:
             raise WorkerLost(f"{' and '.join(dead)} of the local Ray ended; a new one is started")
+
+    def _check(self) -> None:
+        self._check_processes()
         if self._vital and time.monotonic() - self._looked < _LOOK_S:
             return
         self._seen.update(self.processes())

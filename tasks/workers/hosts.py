@@ -33,6 +33,7 @@ from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
 from tasks.config.code_version import code_version
 from tasks.config.environment import host_environment
+from tasks.workers.connection import CONNECTION
 from tasks.workers.folders import Folders, Wanted
 from trainer_core.protocol import SavedFiles
 
@@ -145,15 +146,14 @@ def this_node() -> str:
 def on_each[R](nodes: Sequence[str], work: Callable[..., R], *arguments: Any, deadline_s: float = _ANSWER_S) -> list[R]:
     """Answers of `work`, done on all these hosts at once. Raises its error, with the host, or WorkerLost: no answer."""
     options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": host_environment()}}
-    task = ray.remote(_do)
+    number, task = CONNECTION.number, ray.remote(_do)
+    there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
     begun = [
-        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options).remote(
-            work, *arguments
-        )
-        for node in nodes
+        CONNECTION.call(number, task.options(scheduling_strategy=node, **options).remote, work, *arguments)
+        for node in there
     ]
     end = time.monotonic() + deadline_s
-    return [_answer(reference, node, end) for reference, node in zip(begun, nodes, strict=True)]
+    return [_answer(number, reference, node, end) for reference, node in zip(begun, nodes, strict=True)]
 
 
 class HostFolders(Folders):
@@ -327,9 +327,10 @@ def _address(node: str) -> str:
     return next((one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node), node)
 
 
-def _answer(reference: Any, node: str, end: float) -> Any:
+def _answer(number: int, reference: Any, node: str, end: float) -> Any:
     try:
-        return ray.get(reference, timeout=max(0.0, end - time.monotonic()))
+        CONNECTION.wait(number, [reference], end - time.monotonic())
+        return CONNECTION.call(number, ray.get, reference, timeout=0.0)
     except RayTaskError as error:
         raise _named(error.cause, _address(node)) from error
     except (RayError, GetTimeoutError) as error:

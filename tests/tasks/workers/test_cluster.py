@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -39,9 +40,14 @@ def gone(processes):
     return not psutil.wait_procs(processes, timeout=20)[1]
 
 
+class Slow(dict):
+    def sleep(self):
+        time.sleep(300)
+
+
 def start_actor():
     group = WorkerGroup(["actor"], spawn(fresh_names("test", 1), [{"RATCHET_TEST": "given"}], detached=False))
-    group.start(dict, [((("key", 1),),)], 60)
+    group.start(Slow, [((("key", 1),),)], 60)
     assert group.submit("copy").wait(60) == [{"key": 1}]
     return group
 
@@ -135,17 +141,33 @@ def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
-def test_a_dead_ray_is_told_once_and_then_started_anew(started, victim):
+def test_a_dead_ray_is_told_once_and_then_started_anew_also_while_another_thread_waits(started, victim):
     started.check_alive()
     before = started.processes()
     forked = everything(before)
+    group, told = start_actor(), []
+
+    def train():
+        try:
+            group.submit("sleep").wait(300)
+        except WorkerLost as loss:
+            told.append(loss)
+
+    training = threading.Thread(target=train)
+    training.start()
     kill(started, victim)
     with pytest.raises(WorkerLost, match=victim):
         started.check_alive()
     assert not psutil.wait_procs(before, timeout=0)[1]
     assert gone(forked)
     started.check_alive()  # nothing is started, so nothing is reported
-    started.start()
+    training.join(20)
+    assert len(told) == 1
+    assert not group.alive()
+    group.end()
+    rollout = threading.Thread(target=started.start)
+    rollout.start()
+    rollout.join()
     start_actor()
     started.check_alive()
 
@@ -167,6 +189,21 @@ def test_stages_that_follow_each_other_do_not_look_at_all_processes_each(monkeyp
     for _ in range(3):
         cluster.check_alive()
     assert cluster.looks == 1
+
+
+class Begun(Cluster):
+    """Notes the thread that starts Ray, with which the kernel ends it."""
+
+    def _start_local(self):
+        self.by = threading.current_thread()
+
+
+def test_a_ray_does_not_end_with_the_thread_of_the_rollout_that_started_it():
+    cluster = Begun(LOCAL)
+    rollout = threading.Thread(target=cluster.start)
+    rollout.start()
+    rollout.join(20)
+    assert cluster.by.is_alive()
 
 
 @pytest.mark.parametrize("kind", [Exception, RuntimeError, OSError])
