@@ -45,7 +45,7 @@ _BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 SHARD_BYTES = 4 << 30
 _WRITTEN: dict[Precision, tuple[torch.dtype, str]] = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
-_ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_ADAPTER, _ADAPTER_CONFIG, _BASE = "adapter_model.safetensors", "adapter_config.json", "base"
 _CONFIG, _GENERATION, _CARD = "config.json", "generation_config.json", "README.md"
 
 
@@ -160,9 +160,9 @@ def export(
 
 
 def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported:
-    """Write the adapters of an iteration as a folder that peft loads beside the model that the run began with. Their
-    sum is compared with what was served. Raises InputError: the run trains no adapters, or more than these; else as
-    `export`."""
+    """Write the adapters of an iteration as a folder that peft loads beside the model that the run began with, which
+    the folder names; one that the run has generated is in it. Their sum is compared with what was served. Raises
+    InputError: the run trains no adapters, or more than these; else as `export`."""
     config = stored_config(root, chosen.run)
     if config.train.experts.bias_update_rate:
         fact = f"run {chosen.run!r} also moves the biases of routers (train.experts.bias_update_rate)"
@@ -176,7 +176,11 @@ def export_adapter(root: Root, chosen: Chosen, target: ExportFolder) -> Exported
         target.begin()
         write_shards(target, {_ADAPTER: planned}, ((name, _bytes(factor)) for name, factor in weights.factors()))
     _write_card(root, chosen, target, state.facts.precision)
-    model = {"task_type": "CAUSAL_LM", "base_model_name_or_path": config.model.source, "inference_mode": True}
+    generated = {} if config.model.source else chosen.manifest(Stage.PREPARE, 0).below(MODEL)
+    for name, part in generated.items():
+        target.write(f"{_BASE}/{name}", read_part(root, part))
+    base = config.model.source or f"{target.shown}/{_BASE}"
+    model = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True}
     scale = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets)}
     content = {"peft_type": "LORA", **model, **scale, "lora_dropout": 0.0, "bias": "none"}
     target.finish(_json(content), _ADAPTER_CONFIG)

@@ -99,8 +99,9 @@ class ExportFolder:
         try:
             if isinstance(self.fs, LocalFileSystem):  # one that is made here is this user's alone
                 Path(self.path).mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.fs.makedirs(self.path, exist_ok=True)
-            with self.fs.open(f"{self.path}/{name}", "wb") as opened:
+            path = f"{self.path}/{name}"
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self.fs.open(path, "wb") as opened:
                 hashed = Hashed(cast(IO[bytes], opened))
                 yield hashed
         except OSError as error:

@@ -60,18 +60,21 @@ def settings(precision: str, parallel: ParallelConfig) -> TrainerConfig:
     )
 
 
-def config_of(model: str, **train) -> RunConfig:
+def config_of(model: str | None, **train) -> RunConfig:
     document = {
-        "model": {"source": model},
+        "model": {"generate": {}} if model is None else {"source": model},
         "data": {"generate": {}},
         "train": {"max_length": 64, "optimizer": {"learning_rate": 1e-3}, **train},
     }
     return parse_config(document, "test")
 
 
-def store_run(url: str, folder: Path, records, run: str = "run", digest_of=weights_digest, **train) -> None:
-    """Put the model and its state into a root as iterations 0 and 1 of a run; only iteration 0 is evaluated."""
-    root, config = open_root(url), config_of(str(folder / "model"), **train)
+def store_run(
+    url: str, folder: Path, records, run: str = "run", digest_of=weights_digest, named: bool = True, **train
+) -> None:
+    """Put the model and its state into a root as iterations 0 and 1 of a run; only iteration 0 is evaluated. A model
+    that is not `named` counts as generated."""
+    root, config = open_root(url), config_of(str(folder / "model") if named else None, **train)
     digest = record_config(root, run, config)
     names = sorted(path.name for path in (folder / "model").iterdir())
     state = folder / "state"

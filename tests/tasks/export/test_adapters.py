@@ -46,7 +46,7 @@ def test_the_sum_is_exported(tmp_path, family, precision, parallel):
     given = settings(precision, parallel).model_copy(update=more)
     records, expected = run_trainers(str(tmp_path / "model"), given, trained, str(tmp_path))[0]
     url, out, adapter = f"file://{tmp_path}/runs", str(tmp_path / "out"), str(tmp_path / "adapter")
-    store_run(url, tmp_path, records, experts=experts)
+    store_run(url, tmp_path, records, named=False, experts=experts)
     (made,) = run_ranks(1, export_run, url, "run", out)
     assert made.tensors == len(records)  # the export has compared their digests
     (alone,) = run_ranks(1, export_adapters, url, adapter)
@@ -54,7 +54,7 @@ def test_the_sum_is_exported(tmp_path, family, precision, parallel):
         assert "moves the biases of routers (train.experts.bias_update_rate)" in alone
         return
     assert alone.weights_digest == made.weights_digest
-    exports = (hugging_face_logprobs, out, random_sequences(), 1.0), (of_adapters, str(tmp_path / "model"), adapter)
+    exports = (hugging_face_logprobs, out, random_sequences(), 1.0), (of_adapters, adapter)
     for found in (run_ranks(1, *one)[0] for one in exports):
         for ours, theirs in zip(expected, found, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=5e-6)
@@ -68,14 +68,15 @@ def export_adapters(rank, world_size, store, url, to):
         return str(error)
 
 
-def of_adapters(rank, world_size, store, model_dir, adapter_dir):
-    """Log-probabilities of the base beside an adapter folder, read as peft's documentation describes it."""
+def of_adapters(rank, world_size, store, adapter_dir):
+    """Log-probabilities of an adapter folder beside the base that it names, read as peft's documentation describes
+    it."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     given = json.loads(Path(adapter_dir, "adapter_config.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(given["base_model_name_or_path"], dtype=torch.float32).eval()
     factors = load_file(Path(adapter_dir, "adapter_model.safetensors"))
     for name, module in list(model.named_modules()):
         if any(f".{name}".endswith(f".{target}") for target in given["target_modules"]):
