@@ -118,6 +118,8 @@ def ask_again(root: Root, run: str, wanted: Wanted, given: Sequence[str] = ()) -
     require_run(root, run)
     if not wanted.reason.strip():
         raise InputError("a reason is missing: say why the stage is done again; it is recorded with the result")
+    if wanted.stage not in WORKFLOW.behind:
+        raise InputError(f"{wanted.stage} is never done again, only {', '.join(WORKFLOW.behind)}: name one of these")
     before = stored_config(root, run)
     if before.retrain is not None:
         raise InputError(f"run {run} trains on stored samples, and its stages are not done again: start a new retrain")

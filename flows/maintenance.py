@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, computed_field
 
-from flows.views.output import size, some
+from flows.views.output import count, size, some
 from storage.backends.root import Root
 from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
 from storage.ownership.lease import hold
@@ -70,7 +70,7 @@ def maintain_root(
 def line_of(one: RunUpkeep) -> str:
     driven = ", beside the process that drives it" if one.driven else ""
     verdict = "; ".join(one.problems) or "no problem"
-    deleted = f"{one.removed} objects ({size(one.removed_bytes)}) deleted{driven}"
+    deleted = f"{count(one.removed, 'object')} deleted, {size(one.removed_bytes)} freed{driven}"
     return f"run {one.run}: {deleted}, {one.archived} samples archived, {size(one.verified_bytes)} verified: {verdict}"
 
 

@@ -128,7 +128,7 @@ class Subflows:
 
     def _drop_ahead(self) -> None:
         if self._ahead is not None:
-            self._ahead.close(Cancelled(message="the run has ended before this iteration began"))
+            self._ahead.discard()
             self._iterations.append(self._ahead)
             self._ahead = None
 
@@ -152,6 +152,7 @@ class _Iteration:
     _claim: threading.Lock = field(default_factory=threading.Lock)
     _threads: list[threading.Thread] = field(default_factory=list)
     _end: State[Any] | None = None
+    _unused: bool = False
 
     def open(self, parent: contextvars.Context) -> None:
         """Ask for a subflow run, without waiting."""
@@ -169,6 +170,11 @@ class _Iteration:
         """End it with that state, or as Completed, once all of it is durable."""
         self._end = end
         self._queue.put(None)
+
+    def discard(self) -> None:
+        """End it before it began. The server is to forget it."""
+        self._unused = True
+        self.close(Cancelled(message="the run has ended before this iteration began"))
 
     def alive(self) -> bool:
         """True while something of it may still be shown."""
@@ -206,6 +212,10 @@ class _Iteration:
         try:
             with self.turn:
                 made(self.number, return_state=True)
+                if self._unused:
+                    for identity, _ in shown:
+                        _forget(identity)
+                    shown.clear()
         except _SERVER_ERRORS as error:
             logger.warning("the subflow run of iteration %d is not up to date: %s", self.number, error)
             for identity, end in shown:
@@ -224,6 +234,15 @@ class _Iteration:
                 if state.is_failed():
                     unstored = Failed(message=f"iteration {self.number}: {state.message}")
         return unstored or self._end or Completed(message=f"iteration {self.number} is durable")
+
+
+def _forget(flow_run: UUID) -> None:
+    """Delete a subflow run, and the task run that stands for it in the run's flow run."""
+    with get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_S}) as client:
+        task_run = client.read_flow_run(flow_run).parent_task_run_id
+        client.delete_flow_run(flow_run)
+        if task_run is not None:
+            client.delete_task_run(task_run)
 
 
 def _report(flow_run: UUID, end: State[Any]) -> None:

@@ -115,7 +115,7 @@ FACE = (
         "environment-any-reward",
         "an environment may give a reward that is not finite",
         _PLAYING,
-        " and abs(value) <= sys.float_info.max",
+        " and abs(cast(float, value)) <= sys.float_info.max",
         "",
         _ENVIRONMENTS,
     ),

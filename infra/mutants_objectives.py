@@ -187,6 +187,14 @@ OBJECTIVES = (
         _CUSTOM,
     ),
     Mutant(
+        "inputs-changed-in-place",
+        "a loss of the user's own may change what is read again after it",
+        "trainer_core/objectives/custom.py",
+        "        if value._version != versions[name]:\n",
+        "        if False:\n",
+        _CUSTOM,
+    ),
+    Mutant(
         "unnamed-inputs-are-zero",
         "a loss reads inputs that its `needs` does not name as zeros",
         "trainer_core/objectives/tokens.py",

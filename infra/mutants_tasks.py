@@ -204,7 +204,7 @@ TASKS = (
         "tracker-taken-as-it-is",
         "a user's tracker without the methods of one is met in the run",
         "flows/views/trackers.py",
-        "        if not inspect.isfunction(function) or refuses(function, None, None):\n",
+        "        if refuses(function, None, None) or defers(function):\n",
         "        if function is found:\n",
         ("tests/flows/views/test_trackers.py",),
     ),

@@ -111,7 +111,7 @@ def test_a_folder_and_a_configuration_may_be_objects(run):
     assert ratchet._configured(made, ["run.seed=8"]).run.seed == 8
     assert ratchet.load_config(PROJECT / "infra" / "examples" / "demo.toml", "run.seed=9").run.seed == 9
     assert run.samples(1).equals(run.samples([1]))
-    with pytest.raises(ratchet.InputError, match=r"there is no run 'other'.*, only small"):
+    with pytest.raises(ratchet.InputError, match=r"there is no run 'other'.*, which has small"):
         ratchet.retrain("new", f"{run.name}@1", "other", root=run.root)
 
 

@@ -67,6 +67,9 @@ def find_function(name: str, key: str, group: str) -> UserFunction:
     if name.endswith(".py"):
         raise InputError(f"{key} {name!r} names no function in the file: give {Path(name).name}:FUNCTION")
     module, _, attribute = (name if ":" in name else _entry_point(name, key, group)).partition(":")
+    if module == "__main__":
+        fact = f"{key} {name!r} is of a script or a notebook, and other processes call it"
+        raise InputError(f"{fact}: write it to a file, and give file.py:FUNCTION")
     return UserFunction(name, module, _attribute(name, attribute, key))
 
 
@@ -140,6 +143,21 @@ def refuses(function: Callable[..., Any], *arguments: object) -> bool:
     except ValueError:
         return False
     return False
+
+
+def defers(function: Callable[..., Any]) -> bool:
+    """True if a call of a function runs nothing of it, but returns a coroutine or a generator."""
+    return inspect.isgeneratorfunction(function) or _is_async(function)
+
+
+def written(function: Callable[..., Any]) -> str:
+    """The head of a function, as `async def name(parameters)`."""
+    head = f"`{'async ' * _is_async(function)}def {function.__name__}{inspect.signature(function)}`"
+    return f"{head} with yield" if inspect.isgeneratorfunction(function) else head
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _module_file(function: UserFunction) -> Path:

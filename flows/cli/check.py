@@ -63,7 +63,7 @@ class Continuable(BaseModel, frozen=True, extra="forbid"):
 
 
 def check_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: Common = Common()) -> int:
-    """Check a configuration as `run` does; show a prompt and the processes of a run. Start and write nothing."""
+    """Check a configuration as `run` does; show a prompt and the processes of a run. Start nothing, leave nothing."""
     prepare_process()
     store = common.store
     if names_a_run(which, store):
@@ -77,7 +77,8 @@ def check_command(which: FileOrRun, /, *, changes: Changes = Changes(), common: 
         else:
             from flows.views.checked import checked, lines_of
 
-            found = checked(config)
+            store.check_writable()
+            found = checked(config, store)
             output.result(found, lines_of(found))
     return 0
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel, computed_field
 
-from flows.views.output import size, some, table
+from flows.views.output import count, size, some, table
 from flows.views.table import STEP
 from storage import layout
 from storage.manifest import Manifest
@@ -73,7 +73,7 @@ class Unlocked(BaseModel, frozen=True, extra="forbid"):
 
 def of_listing(listing: Listing) -> list[str]:
     """One line per run, then the runs whose records cannot be read, with the reason."""
-    rows = [("RUN", "ITERATION", "LAST STAGE", "FINISHED (UTC)", "FORK OF", "DRIVEN BY")]
+    rows = [("RUN", "ITERATION", "LAST STAGE", "FINISHED (UTC)", "BEGAN FROM", "DRIVEN BY")]
     for one in listing.runs:
         finished = f"{one.finished:%Y-%m-%d %H:%M:%S}" if one.finished else "-"
         place = "-" if one.iteration is None else str(one.iteration)
@@ -144,7 +144,7 @@ def of_verification(report: Verification) -> list[str]:
     verdict = "sound" if report.sound else "NOT SOUND"
     retired = f"; {report.retired} states deleted by retention" if report.retired else ""
     read = f"{report.manifests} manifests and {report.parts} parts ({size(report.bytes)}) read{retired}"
-    return [*found, f"run {report.run} is {verdict}: {read}, {len(report.findings)} findings"]
+    return [*found, f"run {report.run} is {verdict}: {read}, {count(len(report.findings), 'finding')}"]
 
 
 def of_collection(found: Collection, each: bool = False) -> list[str]:
@@ -153,13 +153,13 @@ def of_collection(found: Collection, each: bool = False) -> list[str]:
     rows = [(one.key, size(one.bytes), one.reason) for one in found.garbage]
     if not each:
         rows = [
-            (place, f"{len(some)} objects", size(sum(one.bytes for one in some)), reason)
+            (place, count(len(some), "object"), size(sum(one.bytes for one in some)), reason)
             for (place, reason), some in _by_place(found.garbage).items()
         ]
-    verb = "removed" if found.applied else "could be removed; --apply does it"
+    verb = "removed, {} freed" if found.applied else "could be removed, which frees {}; --apply does it"
     unreadable = [f"unreadable, of run {one.run}: {one.reason}" for one in found.unreadable]
     kept = ["No part counts as garbage until these records can be read, because they may name it:", *unreadable]
-    total = f"{len(found.garbage)} objects ({size(found.bytes)}) of run {found.run} {verb}"
+    total = f"{count(len(found.garbage), 'object')} of run {found.run} {verb.format(size(found.bytes))}"
     return [*table(rows), total, *(kept if unreadable else [])]
 
 
@@ -180,10 +180,15 @@ def of_configuration(tables: Sequence[Table]) -> list[str]:
     return lines[:-1]
 
 
+def _run(step: Step) -> str:
+    """The run that has a step; a fork's came from another run, where its iteration may have another number."""
+    return f"{step.run} (from {step.origin.run})" if step.origin else step.run
+
+
 def _steps(steps: Sequence[Step]) -> list[str]:
     rows = [("RUN", "ITERATION", "STAGE", "MANIFEST", "ROWS", "SIZE", "CODE", "CONFIG", "FINISHED (UTC)")]
     for one in reversed(steps):
-        made = one.origin.run if one.origin else one.run, str(one.iteration), one.stage, one.digest[:12]
+        made = _run(one), str(one.iteration), one.stage, one.digest[:12]
         by = one.code_version, one.config_digest[:12], f"{one.finished:%Y-%m-%d %H:%M:%S}"
         rows.append((*made, str(one.rows or "-"), size(one.bytes), *by))
     return table(rows)

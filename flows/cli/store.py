@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from flows.cli import printing as lines
 from flows.cli.options import Common, Revision, RunId, flag, place_in, several
-from flows.views.output import Output, size
+from flows.views.output import Output, count, size
 from storage.errors import InputError
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
@@ -92,7 +92,7 @@ def verify_command(
     found = lines.Verifications(root=store.url, runs=tuple(verify(store, name) for name in runs(store)))
     total = sum(not one.sound for one in found.runs)
     each = [line for one in found.runs for line in lines.of_verification(one)]
-    last = f"{len(found.runs)} runs in {found.root}, {total or 'none'} of them not sound"
+    last = f"{count(len(found.runs), 'run')} in {found.root}, {f'{total} of them NOT SOUND' if total else 'all sound'}"
     return common.show(found, [*each, last], found.sound)
 
 

@@ -12,7 +12,7 @@ from flows.cli.options import Common, RunId, flag
 from flows.cli.signals import LIMIT_SECONDS
 from flows.cli.site import DEFAULT_FOLDER, Folder
 from flows.maintenance import Maintenance, Upkeep, maintain_root
-from flows.views.output import Output, size
+from flows.views.output import Output, count, size
 from storage.errors import InputError, StageFailed
 from storage.ownership.lease import check_free, end_holder, hold
 from storage.upkeep.removal import Removed, forget, remove, what_is_there
@@ -48,7 +48,7 @@ def rm_command(run: RunId, *, yes: Annotated[bool, flag("Do not ask.")] = False,
         with hold(store, run, "ratchet rm") as lease:
             removed = remove(store, run, lease)
         forget(store, run)
-        output.result(removed, [f"run {run}: {removed.objects} objects ({size(removed.bytes)}) removed"])
+        output.result(removed, [f"run {run}: {count(removed.objects, 'object')} removed, {size(removed.bytes)} freed"])
     return 0
 
 
@@ -57,7 +57,7 @@ def _confirmed(output: Output, there: Removed) -> bool:
         raise InputError(
             f"ratchet rm {there.run} asks before it removes anything, but not in a pipe or a job: give --yes"
         )
-    output.say(f"remove {there.objects} objects ({size(there.bytes)}) of run {there.run}? [y/N]")
+    output.say(f"remove {count(there.objects, 'object')} of run {there.run}, which frees {size(there.bytes)}? [y/N]")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
@@ -109,7 +109,7 @@ def maintain_command(
         done = maintain_root(common.store, Upkeep(gc=gc, compact=compact, verify=verify), runs, output.say)
         forgotten = None if keep_days is None else _forget(folder, keep_days)
         troubled = sum(bool(one.problems) for one in done.runs)
-        lines = [f"{len(done.runs)} runs in {done.root}, {troubled or 'none'} of them with problems"]
+        lines = [f"{count(len(done.runs), 'run')} in {done.root}, {troubled or 'none'} with problems"]
         output.result(Maintained(maintenance=done, flow_runs=forgotten), [*lines, *([forgotten] if forgotten else [])])
     return 0 if done.healthy else StageFailed.exit_code
 

@@ -13,6 +13,7 @@ from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, 
 from flows.driving import ask_again, is_complete
 from flows.run import perform, ready
 from flows.views.history import ended_iterations, last_iteration
+from flows.views.output import count
 from flows.views.progress import Progress
 from storage import layout
 from storage.backends.root import Root, open_root
@@ -71,7 +72,7 @@ def train(
             return begin(run, root, resolve(iterations or 0))
         return begin_counted(open_root(root), run, more, resolve)
 
-    goal = f"for {more} more iterations" if iterations is None else f"to {iterations} iterations in all"
+    goal = f"for {count(more or 0, 'more iteration')}" if iterations is None else f"to {iterations} iterations in all"
     described = "as it was recorded" if config is None else f"by {config}"
     changed = f" with {', '.join(map(shown_setting, settings))}" if settings else ""
     will = f"train run {run} {goal}, {described}{changed}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterator, Sequence
+from shutil import disk_usage
 
 import pyarrow as pa
 from pydantic import BaseModel
@@ -10,6 +11,7 @@ from rich.text import Text
 from flows.views.output import size, some
 from flows.views.samples import printable
 from flows.views.trackers import check_trackers
+from storage.backends.root import Root
 from tasks.checks import advice, check_content, parameters_of, reward_calls
 from tasks.config.environment import Settings
 from tasks.config.run import RunConfig
@@ -44,6 +46,11 @@ class Needs(BaseModel, frozen=True, extra="forbid"):
     state_bytes: int  # disk for the train state of one iteration; one is in shared memory too while the run is driven
     states_kept: int  # train states kept at the end, by `[storage]`
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all that is kept at the end, without samples."""
+        return self.stored_bytes + self.state_bytes * self.states_kept
+
 
 def needs_of(config: RunConfig, device: Device, held: Parameters, prompt_bytes: int) -> Needs:
     """Estimate the resources of a run from the weights of its models and the size of its tables of prompts."""
@@ -66,9 +73,8 @@ def _states_kept(config: RunConfig) -> int:
     last, newest, every = config.run.iterations, config.newest_states, config.storage.keep_every
     if newest is None:
         return last + 1
-    return sum(
-        1 for number in range(last + 1) if number == 0 or number > last - newest or (every and number % every == 0)
-    )
+    older = last - newest  # the last iteration before the newest ones
+    return min(newest, last + 1) + (0 if older < 0 else 1 + (older // every if every else 0))
 
 
 class Token(BaseModel, frozen=True, extra="forbid"):
@@ -108,8 +114,8 @@ class Checked(BaseModel, frozen=True, extra="forbid"):
     needs: Needs
 
 
-def checked(config: RunConfig) -> Checked:
-    """Make all checks that need no storage root. Raises InputError for what cannot work."""
+def checked(config: RunConfig, root: Root) -> Checked:
+    """Make all checks of a run that is to begin in that root. Raises InputError for what cannot work."""
     check_folders()
     check_content(config)
     check_trackers(config.report)
@@ -118,7 +124,8 @@ def checked(config: RunConfig) -> Checked:
     prompt_bytes, device = sum(table.nbytes for table in prompts.tables.values()), Settings.from_environment().device
     example, solved = _example(train, 0, codec), _solved(prompts.tables.get("warmup"), codec)
     calls = reward_calls(config)
-    about_run = (*advice(config), *notices(config.reward), *blind(calls))
+    needs = needs_of(config, device(config.device.kind), parameters_of(config), prompt_bytes)
+    about_run = (*advice(config), *notices(config.reward), *blind(calls), *_scarce(needs, root))
     return Checked(
         example=example,
         solved=solved,
@@ -130,8 +137,16 @@ def checked(config: RunConfig) -> Checked:
         sources=_counts(prompts),
         reward=tuple(map(shown, calls)),
         notes=(*prompts.notes, *notes_of(config, codec, train), *_unsolved(prompts), *about_run),
-        needs=needs_of(config, device(config.device.kind), parameters_of(config), prompt_bytes),
+        needs=needs,
     )
+
+
+def _scarce(needs: Needs, root: Root) -> list[str]:
+    place = root.backend.to_check().folder
+    if place is None or (free := disk_usage(place).free) >= needs.disk_bytes:
+        return []
+    fact = f"{root.url} has {size(free)} free, less than the {size(needs.disk_bytes)} that the run stores"
+    return [f"{fact}: free space, or keep fewer states ([storage])"]
 
 
 def lines_of(found: Checked) -> list[str | Text]:
@@ -196,13 +211,12 @@ def _needs(needs: Needs) -> list[str]:
     beside = {"scoring processes": needs.reward_processes, "environment processes up to": needs.environment_processes}
     scoring = next((f"{name} {number}" for name, number in beside.items() if number), "scoring in the flow process")
     once, kept = size(needs.stored_bytes), f"{needs.states_kept} x {size(needs.state_bytes)}"
-    whole = size(needs.stored_bytes + needs.state_bytes * needs.states_kept)
     return [
         f"would start on {needs.device}: trainer ranks {needs.ranks}, engines {needs.engines}, "
         f"{'an engine for rewards, ' if needs.judge_bytes else ''}{scoring}",
         f"memory, without activations: {size(needs.rank_bytes)} a rank, {size(needs.engine_bytes)} an engine "
         f"({needs.parameters:,} weights)" + (f", {size(needs.judge_bytes)} the judge" if needs.judge_bytes else ""),
-        f"disk, without samples: {whole} (model and prompts {once}, states {kept})",
+        f"disk, without samples: {size(needs.disk_bytes)} (model and prompts {once}, states {kept})",
     ]
 
 

@@ -34,6 +34,11 @@ def size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things, as `1 run` or `2 runs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def some(names: Sequence[str], most: int, left: str = "", between: str = ", ") -> str:
     """The first names, and how many more there are; `left` says where those can be found."""
     more = f" and {len(names) - most} more{left}" if len(names) > most else ""

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.views.history import EXPLANATIONS, IterationRecord
+from flows.views.output import count
 from flows.views.samples import Samples, printable
 from flows.views.status import Change, Changes, RunStatus
 from tasks.config.evaluation import EXACT
@@ -225,7 +226,7 @@ def iteration_line(record: IterationRecord, iterations: int) -> str:
 
 def closing_lines(status: RunStatus) -> list[str]:
     return [
-        f"run {status.run}: {status.iterations} iterations complete",
+        f"run {status.run}: {count(status.iterations, 'iteration')} complete",
         *(f"{name:<22}{_change(change)}{remark}" for name, change, remark in figures_of(status.changes)),
         f"{'stored in':<22}{status.root}/{status.run}",
         *([f"{'plot':<22}{status.report}"] if status.report else []),
@@ -236,10 +237,11 @@ def closing_lines(status: RunStatus) -> list[str]:
 def figures_of(changes: Changes) -> list[tuple[str, Change, str]]:
     """The figures of a run, by their names, with a remark. Where the reward is 0 or 1, its mean is the pass rate."""
     exact, known = changes.passing == EXACT, changes.pass_rate.last is not None
+    held_out = changes.held_out_reward.last is not None  # a retraining evaluates nothing
     remark = "" if exact or not known else f"  ({changes.passing})"
     return [
         ("mean reward", changes.reward, ""),
-        *([] if exact and known else [("held-out mean reward", changes.held_out_reward, "")]),
+        *([("held-out mean reward", changes.held_out_reward, "")] if held_out and not (exact and known) else []),
         *([("held-out pass rate", changes.pass_rate, remark)] if known else []),
     ]
 

@@ -25,7 +25,7 @@ from tasks.config.identity import Document, leaves
 from tasks.config.report import ReportSection
 from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
-from trainer_core.user_code import UserFunction, find_function, line_of, refuses
+from trainer_core.user_code import UserFunction, defers, find_function, line_of, refuses, written
 
 _GROUP, _KEY = "ratchet.trackers", "report.trackers"
 _PROJECT = "ratchet"
@@ -133,9 +133,11 @@ def _check(target: UserFunction) -> None:
         raise InputError(f"{place} cannot be called without arguments: name a class of a tracker, or a function")
     for method, given in _NEEDED.items() if isinstance(found, type) else ():
         function = inspect.getattr_static(found, method, None)
-        if not inspect.isfunction(function) or refuses(function, None, None):
-            line = f", line {function.__code__.co_firstlineno}" if inspect.isfunction(function) else ""
-            raise InputError(f"{place}{line}: a tracker needs a method {method}(self, x), which is given {given}")
+        if not inspect.isfunction(function):
+            raise InputError(f"{place}: a tracker needs a method {method}(self, x), which is given {given}")
+        if refuses(function, None, None) or defers(function):
+            line = f"line {function.__code__.co_firstlineno}, has {written(function)}"
+            raise InputError(f"{place}, {line}: a tracker needs a method {method}(self, x), which is given {given}")
 
 
 class WandbTracker:

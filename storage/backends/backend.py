@@ -15,6 +15,7 @@ class Stored(NamedTuple):
     key: str
     bytes: int
     modified: datetime  # time of the last write or touch, by the store's clock (with a time zone)
+    shared: bool = False  # True if another key has the same content by a hard link: its removal frees nothing
 
 
 class Upload(NamedTuple):

@@ -213,7 +213,7 @@ def _copy(file: BinaryIO, source: Path, target: Path) -> None:
 
 
 def _stored(key: str, status: os.stat_result) -> Stored:
-    return Stored(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+    return Stored(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC), status.st_nlink > 1)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

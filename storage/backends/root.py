@@ -4,16 +4,12 @@ import contextlib
 import errno
 import logging
 import os
-import pkgutil
 import re
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -24,6 +20,7 @@ from storage import layout
 from storage.backends.backend import Backend, Stored, Upload
 from storage.backends.local import LocalFiles
 from storage.backends.objects import ObjectStore
+from storage.backends.own import GIVE, own_backend, told
 from storage.errors import InputError, NotCommitted, RatchetError, StorageError, StorageInterrupted, StorageUnavailable
 from storage.meter import measured
 
@@ -38,12 +35,10 @@ _LONGEST_PAUSE = 5.0
 _SILENT_S = 5.0  # shorter outages are not logged
 CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 
-GROUP = "ratchet.stores"
 OURS: dict[str, Callable[..., Backend]] = {
     "file": LocalFiles, "local": LocalFiles, "s3": ObjectStore, "s3a": ObjectStore,
 }  # fmt: skip
 """Our backends, by scheme."""
-_GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a backend of your own"
 
 
 @dataclass(frozen=True)
@@ -182,13 +177,19 @@ class Root:
         """Write a small object, and check that it can be read and listed, and that its name is taken. Raises
         StorageUnavailable if the root cannot be written, or does not keep what was written."""
         with self._probed() as (probed, key):
-            if not probed.put_if_absent(key, b"ratchet") or probed.read_bytes(key) != b"ratchet":
-                raise self._unusable("loses or changes what is written: a write succeeded and something else is there")
+            made, content = probed.put_if_absent(key, b"ratchet"), probed.read_bytes(key)
+            if (made, content) != (True, b"ratchet"):
+                fact = f"put_if_absent of b'ratchet' returns {made!r}, and {content!r} is there"
+                raise self._unusable(f"loses or changes what is written: {fact}")
             if probed.put_if_absent(key, b"Ratchet"):
                 fact = "ignores conditional writes (If-None-Match: * on S3)"
                 raise self._unusable(f"{fact}: two writers would overwrite each other")
-            if probed.keys(layout.folder_of(key)) != [key]:
+            if len(listed := probed.stored(layout.folder_of(key))) != 1:
                 raise self._unusable("lists an object later than it was written: records would be missed")
+            for one in (probed.info(key), *listed):
+                if not isinstance(one, Stored) or one[:2] != (key, len(content)) or not _has_zone(one.modified):
+                    expected = f"Stored({key!r}, {len(content)}, a time with its zone)"
+                    raise self._unusable(f"describes an object as {one!r}, not as {expected}")
 
     def seconds_ahead(self) -> float:
         """Seconds by which the store's clock is ahead of this machine's, negative if behind; 0 if that is not known.
@@ -240,6 +241,10 @@ class Root:
         return retrying(call)
 
 
+def _has_zone(time: object) -> bool:
+    return isinstance(time, datetime) and time.tzinfo is not None
+
+
 @contextlib.contextmanager
 def _absence_explained(root: Root, key: str) -> Iterator[None]:
     try:
@@ -255,24 +260,33 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
     try:
         with measured():
             yield
-    except (PermissionError, NotADirectoryError) as error:
-        fact = f"cannot write or read {root.url}/{key}: {error}"
-        raise StorageUnavailable(f"{fact}. Choose a root that this user may write with --root") from error
     except (OSError, *root.backend.failures) as error:
         if reading and isinstance(error, FileNotFoundError):
             raise
+        number = error.errno if isinstance(error, OSError) else None
+        if isinstance(error, PermissionError | NotADirectoryError) or number == errno.EROFS:
+            fact = f"cannot write or read {root.url}/{key}: {error}"
+            raise StorageUnavailable(f"{fact}. Choose a root that this user may write with --root") from error
         if root.backend.is_temporary(error):
             raise StorageInterrupted(
                 f"the store does not answer at {root.url}/{key} ({type(error).__name__}: {error}). Nothing that was "
                 "committed is lost: start the same command again once it does"
             ) from error
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageUnavailable(
-                f"no space left while writing {root.url}/{key} ({error.strerror}). Nothing that was committed is lost: "
-                "free space and start the same command again"
+                f"no space left while writing {root.url}/{key} ({os.strerror(number)}). Nothing that was committed is "
+                "lost: free space and start the same command again"
             ) from error
         fact = f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
         raise StorageUnavailable(f"{fact}. Correct --root, or what this user may do there") from error
+    except Exception as error:
+        if isinstance(error, RatchetError) or type(root.backend) in OURS.values():
+            raise
+        fact = f"the backend of {root.url} fails at {key}: {told(error)}"
+        raise StorageUnavailable(
+            f"{fact}. Correct it: a backend raises FileNotFoundError for an object that is not there, and OSError or "
+            "one of its `failures` if it fails"
+        ) from error
 
 
 def _said_once(patience: float) -> Callable[[RetryCallState], None]:
@@ -292,17 +306,13 @@ def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
     entry point of the group `ratchet.stores`, or a class, called with the whole URL, as `file.py:CLASS` or
     `package.module:CLASS`. `options` are those of the client of an object store. Raises InputError if there is none."""
     check_slashes(url, "storage root")
-    url = absolute_url(url)
+    given, url = url, absolute_url(url)
     scheme, _, place = url.partition("://")
-    if not place.strip("/") and scheme != "file":
-        raise InputError(f"storage root {url!r} names no place in the store. {_GIVE}")
+    if re.match(r"[^:]+\.py:\w+(?!.*://)", given) or (not place.strip("/") and scheme != "file"):
+        raise InputError(f"storage root {given!r} names no place in the store. {GIVE}")
     if scheme in OURS:
         return Root(url, OURS[scheme](url, options))
-    kind = _called(url, lambda: _found(scheme, url))
-    made = _called(url, lambda: kind(url))
-    if not isinstance(made, Backend):
-        raise InputError(f"storage root {url!r}: {type(made).__name__} is not a subclass of storage.backends.Backend")
-    return Root(url, made)
+    return Root(url, own_backend(scheme, url, OURS))
 
 
 def check_slashes(url: str, what: str) -> None:
@@ -318,34 +328,3 @@ def absolute_url(url: str) -> str:
         return f"file://{os.path.abspath(place if there else url)}"
     file, colon, name = scheme.rpartition(":")
     return f"{os.path.abspath(file)}:{name}://{place}" if colon and file.endswith(".py") else url.rstrip("/")
-
-
-def _found(scheme: str, url: str) -> Any:
-    place, _, name = scheme.rpartition(":")
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise InputError(f"storage root {url!r}: there is no file {place}. {_GIVE}")
-        module = ModuleType(f"ratchet_store_{Path(place).stem}")
-        module.__file__ = place
-        exec(compile(Path(place).read_bytes(), place, "exec"), vars(module))
-        if name not in vars(module):
-            raise InputError(f"storage root {url!r}: {place} has no {name!r}. {_GIVE}")
-        return vars(module)[name]
-    if place:
-        return pkgutil.resolve_name(scheme)
-    points = {point.name: point for point in entry_points(group=GROUP)}
-    if scheme not in points:
-        known = ", ".join(sorted({*OURS, *points}))
-        raise InputError(f"storage root {url!r}: no backend is called {scheme!r}, only {known}. {_GIVE}")
-    return points[scheme].load()
-
-
-def _called(url: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except RatchetError:
-        raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{frame.filename}, line {frame.lineno}"
-        raise InputError(f"storage root {url!r}: {type(error).__name__} in {where}: {error}. {_GIVE}") from error

@@ -147,8 +147,8 @@ def require_run(root: Root, run: str) -> None:
     """Refuse a run that does not exist, or is being removed. Raises InputError, which names the runs that exist."""
     check_not_removed(root, check_run_name(run))
     if not root.exists(layout.run_config_key(run)):
-        there = ", ".join(runs(root)) or "no run at all"
-        raise InputError(f"there is no run {run!r} in {root.url}, only {there}: check --root and the name")
+        there = f"which has {', '.join(runs(root)) or 'no runs'}"
+        raise InputError(f"there is no run {run!r} in {root.url}, {there}: check --root and the name")
 
 
 def stored_states(root: Root, run: str, stage: str, recorded: Names) -> list[int]:

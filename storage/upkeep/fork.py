@@ -68,8 +68,8 @@ def fork(
     recorded = names_of(root, parent, revision)
     synced = {at for at, stage in recorded.newest if stage == workflow.ends_iteration}
     if iteration not in synced:
-        there = f"iterations 0 to {max(synced)} are" if synced else "none is"
-        raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}. Choose another with --at")
+        there = f"iterations 0 to {max(synced)} are" if synced else "none is yet"
+        raise InputError(f"iteration {iteration} of run {parent!r} is not complete; {there}: choose one of them")
     past = contents(root, parent, recorded.only(lambda key: (layout.place_of(key) or (0, ""))[0] <= iteration))
     new = _New(root, root, workflow, parent, check_run_name(run), config_digest)
     originals = [(one, one.iteration) for one in _shared(workflow, past)]

@@ -22,7 +22,7 @@ _BATCH, _REMOVERS = 64, 8
 class Removed(BaseModel, frozen=True, extra="forbid"):
     run: str
     objects: int
-    bytes: int
+    bytes: int  # what their removal frees; objects with further names, by hard links of forks, free nothing
 
 
 def what_is_there(root: Root, run: str) -> Removed:
@@ -30,7 +30,7 @@ def what_is_there(root: Root, run: str) -> Removed:
     there = root.stored(check_run_name(run))
     if not there:
         raise InputError(f"there is nothing under the name {run!r} in {root.url}: check --root and the name")
-    return Removed(run=run, objects=len(there), bytes=sum(one.bytes for one in there))
+    return Removed(run=run, objects=len(there), bytes=sum(not one.shared and one.bytes for one in there))
 
 
 def remove(root: Root, run: str, fence: Fence) -> Removed:

@@ -52,7 +52,7 @@ KEEP_ALL = Retention()
 
 class Garbage(BaseModel, frozen=True, extra="forbid"):
     key: str  # key below the storage root
-    bytes: int  # its size; 0 if the store does not report it
+    bytes: int  # what its removal frees; 0 if another run has it too, by a hard link, or the store does not tell
     reason: str  # reason why nothing needs it
     upload: str | None = None  # id of the upload, if it is one that was never finished
 
@@ -201,9 +201,9 @@ class _Cleaning:
             if one.key in named or layout.is_temporary(one.key) or layout.is_stray(one.key):
                 continue
             if one.key in gone:
-                yield Garbage(key=one.key, bytes=one.bytes, reason=_RETIRED)
+                yield Garbage(key=one.key, bytes=_freed(one), reason=_RETIRED)
             elif one.modified < self.moment - ORPHAN_AGE:
-                yield Garbage(key=one.key, bytes=one.bytes, reason=_ORPHAN)
+                yield Garbage(key=one.key, bytes=_freed(one), reason=_ORPHAN)
 
     def _still_orphaned(self, keys: Iterable[str]) -> set[str]:
         """The keys that no manifest or piece of their stage names by now, and that no stage has touched."""
@@ -305,7 +305,11 @@ def _records(old: Iterable[Stored], there: Iterable[Stored], stored: Contents) -
             "a write that a crash ended": layout.is_temporary(one.key),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
-            yield Garbage(key=one.key, bytes=one.bytes, reason=reason)
+            yield Garbage(key=one.key, bytes=_freed(one), reason=reason)
+
+
+def _freed(one: Stored) -> int:
+    return 0 if one.shared else one.bytes
 
 
 def _uploaded(root: Root, run: str, old: datetime) -> Iterator[Garbage]:

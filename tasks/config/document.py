@@ -102,7 +102,9 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
 
 def explained(error: ValidationError) -> str:
     """Flaws of a configuration, one line each, without the secrets in it."""
-    return "\n".join(f"  {_explain(dict(item))}" for item in error.errors())
+    flaws = [dict(item) for item in error.errors()]
+    bad = {flaw["loc"][:-1] for flaw in flaws}  # pydantic counts what is left of a list without its bad elements
+    return "\n".join(f"  {_explain(one)}" for one in flaws if one["type"] != "too_short" or one["loc"] not in bad)
 
 
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -60,7 +60,10 @@ def moment_before(age: str, now: datetime) -> datetime:
     """The time `age` (90m, 24h, 7d, 2w) before `now`, in UTC and whole seconds. Raises InputError: another form."""
     if (found := _AGE.fullmatch(age)) is None:
         raise InputError(f"--newer-than {age!r} is not an age: give a number with m, h, d or w, as in 24h or 7d")
-    before = now.astimezone(UTC) - timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
+    try:
+        before = now.astimezone(UTC) - timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
+    except OverflowError:
+        raise InputError(f"--newer-than {age!r} is before the year 1: give a smaller age") from None
     return before.replace(microsecond=0)
 
 

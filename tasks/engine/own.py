@@ -28,7 +28,7 @@ from tasks.engine.protocol import (
     Increment,
 )
 from trainer_core.objectives.user_config import found_code
-from trainer_core.user_code import UserFunction, line_of, refuses
+from trainer_core.user_code import UserFunction, defers, line_of, refuses, written
 
 _METHODS = {name: one for name, one in vars(EngineProtocol).items() if inspect.isfunction(one) and name[0] != "_"}
 _REASONS = ("stop", "length", "abort")
@@ -51,8 +51,9 @@ def load_engine(target: UserFunction) -> type[Any]:
     for name, method in {**_METHODS, **{name: vars(BaseEngine)[name] for name in own}}.items():
         if (found := inspect.getattr_static(kind, name, None)) is None or found is method:
             raise _unlike(target, kind, f"has no method {name!r}", _form(name, method))
-        if inspect.isfunction(found) and refuses(found, *inspect.signature(method).parameters):
-            raise _unlike(target, found, f"has {name}{inspect.signature(found)}", _form(name, method))
+        wanted = inspect.signature(method).parameters
+        if inspect.isfunction(found) and (refuses(found, *wanted) or defers(found)):
+            raise _unlike(target, found, f"has {written(found)}", _form(name, method))
     if refuses(kind, "spec"):
         raise _unlike(target, kind, f"is made with {inspect.signature(kind)}", "__init__(self, spec)")
     return kind

@@ -5,8 +5,9 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 from storage.errors import InputError
 from tasks.environments.calls import by_tags, recorded
@@ -48,7 +49,7 @@ class Driven:
         given = {"base_url": base_url, "api_key": api_key, "record": record, "seed": seed}
         try:
             reward = await self.function(**given, **self.arguments)
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             raise InputError(f"{name} raised {described(error)}") from None
         if not _is_finite(reward):
             raise InputError(f"{name} returned the reward {shown(reward)}, which is not a finite number")
@@ -61,14 +62,14 @@ def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | 
         loaded = found.load().function
         form: Any = _tools(loaded) if isinstance(loaded, list | tuple) else loaded
         made = None if inspect.iscoroutinefunction(form) else form(**arguments)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
     if made is None:
         return _driven(found, form, arguments)
     if inspect.iscoroutinefunction(getattr(type(made), "drive", None)):
         return _driven(found, made.drive, {})
     for method, form in _CALLS.items():
-        _check_method(made, method, form)
+        _check_method(found, made, method, form)
     return made
 
 
@@ -132,7 +133,7 @@ async def called(environment: Environment, method: Callable[..., Awaitable[Any]]
     """The result of a method. Raises InputError: it raises, with the line of the user's file."""
     try:
         return await method(*values)
-    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         raise InputError(f"{_place(environment, method.__name__)} raised {described(error)}") from None
 
 
@@ -150,7 +151,7 @@ def _is_message(value: object) -> bool:
 
 
 def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return isinstance(value, Real) and abs(cast(float, value)) <= sys.float_info.max  # also of numpy
 
 
 def _triple(environment: Environment, value: object) -> tuple[object, float | None, bool]:
@@ -174,18 +175,19 @@ def _driven(found: UserFunction, function: Callable[..., Awaitable[Any]], argume
     return Driven(function, arguments)
 
 
-def _check_method(made: object, method: str, form: str) -> None:
+def _check_method(found: UserFunction, made: object, method: str, form: str) -> None:
     if (function := getattr(type(made), method, None)) is None:
-        raise InputError(f"environment {type(made).__name__} has no method {method!r}: expected `{form}`")
+        fact = f"environment {type(made).__name__} has no method {method!r} ({Path(found.place).name})"
+        raise InputError(f"{fact}: expected `{form}`")
     if not inspect.iscoroutinefunction(function):
         raise InputError(f"{_place(made, method)} is not async: expected `{form}`")
-    found = inspect.signature(function)
-    form = form.replace("action", "action, calls") if "calls" in found.parameters else form
+    signature = inspect.signature(function)
+    form = form.replace("action", "action, calls") if "calls" in signature.parameters else form
     values = form.partition("(")[2].rstrip(")").split(", ")
     try:
-        found.bind(*values)
+        signature.bind(*values)
     except TypeError as error:
-        fact = f"{_place(made, method)} has the parameters {found} ({error})"
+        fact = f"{_place(made, method)} has the parameters {signature} ({error})"
         raise InputError(f"{fact}: expected `{form}`") from None
 
 

@@ -1,6 +1,7 @@
 """SampleRows of JSONL, JSON and Parquet files in batches, and their columns: a value of another type is refused."""
 
 import itertools
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +72,9 @@ class Local:
 @contextmanager
 def local_files(files: Sequence[str]) -> Iterator[list[Local]]:
     """Local copies while the block lasts. Raises InputError: a file has another form, is named twice or is missing."""
-    if (twice := next((file for file in files if files.count(file) > 1), None)) is not None:
+    places = [file if "://" in file else os.path.realpath(file) for file in files]
+    twice = next((file for file, place in zip(files, places, strict=True) if places.count(place) > 1), None)
+    if twice is not None:
         raise InputError(f"{twice} is named twice, so its samples would be there twice: name it once")
     with scratch() as folder:
         yield [_local(file, folder / str(number)) for number, file in enumerate(files)]

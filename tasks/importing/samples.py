@@ -1,7 +1,6 @@
 """Import of samples as a run of their own: each file becomes an iteration of rollout and scores. Such a run has no
 model or prompts, so it cannot be continued. Its token ids must be those of the model that is to be trained on them."""
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -65,15 +64,17 @@ def import_samples(root: Root, order: ImportOrder) -> Imported:
         root.check_writable()
         record = ImportRecord.of(order)
         _check_unused(root, order.run, record)
-        for place in places:
-            _Samples(order, place).check()
-        return _store(root, order, record, places)
+        scored = [_Samples(order, place).check() for place in places]
+        return _store(root, order, record, places, scored)
 
 
-def _store(root: Root, order: ImportOrder, record: ImportRecord, places: Sequence[Local]) -> Imported:
+def _store(
+    root: Root, order: ImportOrder, record: ImportRecord, places: Sequence[Local], scored: Sequence[int]
+) -> Imported:
     with hold(root, order.run, "ratchet import") as lease:
         _check_unused(root, order.run, record)
-        files = [_File(root, _Samples(order, place), number) for number, place in enumerate(places, 1)]
+        each = enumerate(zip(places, scored, strict=True), 1)
+        files = [_File(root, _Samples(order, place), number, with_score) for number, (place, with_score) in each]
         for file in files:
             file.read()
         # first, because manifests without a record belong to no run
@@ -82,8 +83,9 @@ def _store(root: Root, order: ImportOrder, record: ImportRecord, places: Sequenc
             file.commit(value_digest(record.model_dump(mode="json")), lease)
     rows, groups = sum(file.rows for file in files), sum(file.samples.groups for file in files)
     columns = {name: column for file in files for name, column in file.samples.found.items()}
-    scored = sum(file.scored for file in files)
-    return Imported(run=order.run, iterations=len(files), samples=rows, groups=groups, scored=scored, columns=columns)
+    return Imported(
+        run=order.run, iterations=len(files), samples=rows, groups=groups, scored=sum(scored), columns=columns
+    )
 
 
 def _check_unused(root: Root, run: str, record: ImportRecord) -> None:
@@ -111,11 +113,12 @@ class _Samples:
     def groups(self) -> int:
         return len(self._prompts)
 
-    def check(self) -> None:
-        """Raises InputError: they cannot be used. Nothing is kept or stored."""
-        deque(self.tables(1), maxlen=0)
+    def check(self) -> int:
+        """The number of samples with a score. Raises InputError: they cannot be used. Nothing is kept or stored."""
+        scored = sum(scores.num_rows - scores["reward"].null_count for _, scores in self.tables(1))
         if not self.groups:
             raise InputError(f"{self.place.file}: there are no samples in it")
+        return scored
 
     def tables(self, iteration: int) -> Iterator[tuple[pa.Table, pa.Table]]:
         """Batches of samples and their scores. Raises InputError: they cannot be used."""
@@ -180,10 +183,10 @@ class _File:
     root: Root
     samples: _Samples
     iteration: int
+    scored: int  # samples with a score; without any, no scores are stored
     sampled: list[Part] = field(default_factory=list)
     scores: list[Part] = field(default_factory=list)
     rows: int = 0
-    scored: int = 0
     _started: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def read(self) -> None:
@@ -191,8 +194,8 @@ class _File:
         for number, (samples, scores) in enumerate(self.samples.tables(self.iteration)):
             name, written = f"{number:05d}.arrow", self._writer(Stage.ROLLOUT)
             self.sampled.append(written.write_table(f"samples-{name}", samples, ROLLOUT))
-            self.scores.append(self._writer(Stage.REWARD).write_table(f"rewards-{name}", scores, REWARD))
-            self.scored += scores.num_rows - scores["reward"].null_count
+            if self.scored:
+                self.scores.append(self._writer(Stage.REWARD).write_table(f"rewards-{name}", scores, REWARD))
             self.rows += samples.num_rows
 
     def commit(self, config_digest: str, fence: Fence) -> None:

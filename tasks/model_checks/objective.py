@@ -47,8 +47,8 @@ def _tried(program: str, document: str, what: str) -> None:
     except subprocess.TimeoutExpired:
         raise InputError(f"the trial of the {what} did not end within {_DEADLINE_S} s: correct its function") from None
     if found.returncode:
-        said = found.stderr.strip()[-1000:]
-        raise InputError(f"the trial of the {what} ended with code {found.returncode}: {said}")
+        said = found.stderr.strip()[-1000:] or "it has written nothing"
+        raise InputError(f"the code of the {what} ended its trial with exit code {found.returncode}: {said}")
     if found.stdout:
         raise InputError(f"{found.stdout}. Nothing was started: correct it, or name another")
 

@@ -253,8 +253,10 @@ def _serve(order: Mapping[str, Any], samples: int, answers: int, said: int) -> N
 
 def _prepared(order: Mapping[str, Any]) -> tuple[Caller, str]:
     loaded = UserFunction(**order["target"]).load()
-    if not callable(loaded.function):
-        raise NotCallable(f"{order['target']['attribute']} is a {type(loaded.function).__name__}, not a function")
+    if not callable(loaded.function) or isinstance(loaded.function, type):
+        is_class, kind = isinstance(loaded.function, type), type(loaded.function).__name__
+        it = "a class, not a function: name an instance of it" if is_class else f"of type {kind}, not a function"
+        raise NotCallable(f"{order['target']['attribute']} is {it}")
     caller = Caller(loaded.function, order["arguments"], order["weights"], order["batch"], caught=BaseException)
     return caller, loaded.digest
 

@@ -23,6 +23,7 @@ from trainer_core.batches.routes import Routing
 from trainer_core.config import experts_of
 from trainer_core.objectives.objective_config import PolicyConfig, check_sampling
 
+_UNSCORED = "let their run go on, set retrain.rescore, or train with an objective that needs none (sft)"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
 
@@ -110,15 +111,12 @@ def _tokenizer(manifest: Manifest) -> dict[str, str]:
 def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> None:
     section, policy = selecting.section, config.train.policy
     if not selecting.rows:
-        left_out = (
-            f" ({selecting.unscored} rollouts have no scores yet: let their run go on, or set retrain.rescore)"
-            if selecting.unscored
-            else ""
-        )
+        given = {"where": section.where, "since": section.since, "limit": section.limit}
+        keys = [f"retrain.{key} = {value!s}" for key, value in given.items() if value]
         raise InputError(
-            f"nothing is selected: {selecting.examined} samples were examined{left_out}, and retrain.where "
-            f"{section.where!r}, retrain.since {section.since} and retrain.limit {section.limit} keep none of them. "
-            "Change one of these"
+            f"nothing is selected: {selecting.examined} samples were examined"
+            + (f", and {', '.join(keys)} leaves none: change that" if keys else "")
+            + (f"; {selecting.unscored} rollouts have no scores: {_UNSCORED}" if selecting.unscored else "")
         )
     if ranges.without_logprobs and policy.needs_advantages:
         raise InputError(

@@ -20,6 +20,8 @@ def other(record, response): return record["solution"] in response
 """,
     "wrong.py": """
 LIMIT = 3
+class Judge:
+    def __call__(self, record, response): return 1.0
 def one(record): return 1.0
 def four(record, response, sample, more): return 1.0
 def named(record, response, *, scale): return 1.0
@@ -42,7 +44,8 @@ CASES = {
     "a URL": (of("s3://bucket/own.py:score"), ["is at a URL", "copy the file"]),
     "no such module": (of("no.such.module:score"), ["cannot be used", "No module named 'no'"]),
     "no such entry point": (of("exact_mach"), ["is unknown", "exact_match", "file.py:function"]),
-    "not callable": (of("wrong.py:LIMIT"), ["LIMIT is a int, not a function"]),
+    "not callable": (of("wrong.py:LIMIT"), ["LIMIT is of type int, not a function"]),
+    "a class": (of("wrong.py:Judge"), ["Judge is a class, not a function: name an instance of it"]),
     "one argument": (of("wrong.py:one"), ["(record) has no parameter 'response'", "known are (record, response), "]),
     "four arguments": (of("wrong.py:four"), ["(record, response, sample, more) requires 'more', which is not given"]),
     "an argument that is missing": (of("wrong.py:named"), ["requires 'scale'", "set its arguments"]),

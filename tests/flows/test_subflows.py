@@ -143,6 +143,23 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
 
 
 @pytest.mark.slow
+def test_an_iteration_that_never_began_is_not_shown(prefect_api: str, root: Root, tmp_path: Path):
+    """Its subflow run is asked for while the weights of the iteration before it are synced."""
+
+    def at(point: Point, key: str) -> None:
+        if point is Point.STARTED and layout.place_of(key) == (0, Stage.EVALUATE):
+            raise StorageUnavailable("the bucket refuses")
+
+    state = drive(root, tmp_path / "scratch", at)
+    assert state.is_failed()
+    subflows, tasks = found(state, {"evaluate-0"})
+    assert subflows == {"a iteration 0": "Failed"}
+    assert tasks["a iteration 0"]["evaluate-0"] == "Failed"
+    with get_client(sync_client=True) as client:
+        assert len(read_tasks(client, state.state_details.flow_run_id)) == 1  # the one that stands for the subflow
+
+
+@pytest.mark.slow
 def test_without_a_server_the_work_goes_on(prefect_api: str, root: Root, tmp_path: Path):
     """The current iteration is reported once the server is back; the run's flow run shows the others."""
 

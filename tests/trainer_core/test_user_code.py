@@ -53,6 +53,7 @@ def test_only_of_a_file_the_folder_does_not_count():
         ("my.py", "names no function in the file: give my.py:FUNCTION"),
         ("my.py:a b", "'a b' is not the name of a function"),
         ("nowhere.py:f", "nowhere.py cannot be read"),
+        ("__main__:f", "is of a script or a notebook, .*: write it to a file"),
         ("exact_math", "is unknown: installed are .*exact_match"),
     ],
 )

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,17 @@ def user_advantage(scored: ScoredSamples, code: UserAdvantage) -> NDArray[np.flo
     """Advantages of the user's function: (N,), or with `per_token` (R,); 0 where a sample does not count. Raises
     InputError: it fails, or does not return such an array of numbers. Raises NumericsError: a value is not finite."""
     call = _loaded(code.model_dump_json(), type(code))
-    found = call(scored)
+    found = call(_read_only(scored))
     size = int(scored.lengths.sum()) if code.per_token else len(scored.lengths)
     expected = f"a numpy array of numbers, {(size,)}: one for each {'response token' if code.per_token else 'sample'}"
     if not isinstance(found, np.ndarray) or found.shape != (size,) or found.dtype.kind not in "fiu":
         raise call.refused(f"returns {_shape(found)}, not {expected}")
     counted = np.repeat(scored.usable, scored.lengths) if code.per_token else scored.usable
-    if not np.isfinite(found[counted]).all():
-        raise call.not_finite(int(np.count_nonzero(~np.isfinite(found[counted]))), size)
-    return np.where(counted, found, 0).astype(np.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold is counted below
+        values = np.where(counted, found, 0).astype(np.float32)
+    if not (finite := np.isfinite(values)).all():
+        raise call.not_finite(int(np.count_nonzero(~finite)), size)
+    return values
 
 
 def user_loss(tokens: Tokens, code: UserLoss) -> TokenLoss:
@@ -47,7 +49,12 @@ def user_loss(tokens: Tokens, code: UserLoss) -> TokenLoss:
     does not return such a tensor with the gradient of `tokens.logprobs`. Raises NumericsError: a value is not
     finite."""
     call, logprobs = _loaded(code.model_dump_json(), type(code)), tokens.logprobs
+    given = {"logprobs": logprobs, **tokens.values}
+    versions = {name: value._version for name, value in given.items()}  # torch counts writes in place
     found: Any = call(tokens)
+    for name, value in given.items():
+        if value._version != versions[name]:
+            raise call.refused(f"changes tokens.{name} in place, which is read again later: make a new tensor")
     if isinstance(found, TokenLoss):
         found = (found.loss, found.clipped)
     pair = found if isinstance(found, tuple) and len(found) == 2 else (found, torch.zeros_like(logprobs))
@@ -85,8 +92,8 @@ class _Call:
         return InputError(f"{_named(self.key, self.target)} {reason}{self.line}")
 
     def not_finite(self, count: int, of: int) -> NumericsError:
-        fact = f"{_named(self.key, self.target)} returns {count} of {of} values that are not finite{self.line}"
-        return NumericsError(f"{fact}; the update was not applied")
+        fact = f"{_named(self.key, self.target)} returns {count} of {of} values that are not finite as float32"
+        return NumericsError(f"{fact}{self.line}")
 
 
 @functools.cache
@@ -129,6 +136,14 @@ def _refusing(key: str, target: UserFunction) -> Iterator[None]:
 
 def _named(key: str, target: UserFunction) -> str:
     return f"{key}.function {target.name!r}"
+
+
+def _read_only(scored: ScoredSamples) -> ScoredSamples:
+    """The same arrays, which other readers share: numpy refuses to write to them."""
+    views = {name: array.view() for name, array in vars(scored).items() if array is not None}
+    for view in views.values():
+        view.flags.writeable = False
+    return replace(scored, **views)
 
 
 def _shape(value: object) -> str:

@@ -12,11 +12,13 @@ import torch
 
 from storage.errors import InputError, RatchetError
 from trainer_core.objectives.advantages import token_advantages
+from trainer_core.objectives.loss_config import UserLoss
 from trainer_core.objectives.losses import policy_loss
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.registry import loss_of
 from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.tokens import Segments, Tokens
+from trainer_core.user_code import without_folder
 
 _LENGTHS = np.array([3, 1, 2, 4, 2, 3])
 _GROUPS = np.array([0, 0, 0, 1, 1, 1], dtype=np.int32)
@@ -45,8 +47,11 @@ def try_objective(policy: PolicyConfig) -> None:
     policy = policy.model_copy(update={"distill": None})  # no code of the user's own sees a teacher's tokens
     policy_loss(policy, loss_of(policy), tokens).loss.sum().backward()
     if logprobs.grad is None or not torch.isfinite(logprobs.grad).all():
-        found = "no gradient" if logprobs.grad is None else "a gradient that is not finite"
-        raise InputError(f"train.policy.loss gives tokens.logprobs {found}: compute the loss from tokens.logprobs")
+        given = "no gradient" if logprobs.grad is None else "a gradient that is not finite"
+        code = f".function {without_folder(policy.loss.function)!r}" if isinstance(policy.loss, UserLoss) else ""
+        raise InputError(
+            f"train.policy.loss{code} gives tokens.logprobs {given}: compute the loss from tokens.logprobs"
+        )
 
 
 def main() -> None:

@@ -68,6 +68,17 @@ def test_what_the_warm_up_trains_on_is_shown_after_its_prompt(checked):
     assert [token["text"] for token in solved["trained"]] == ["1", "<eos>"]
 
 
+def test_a_root_that_cannot_be_written_is_refused(checked, tmp_path, capfd):
+    (tmp_path / "taken").write_text("a file")
+    assert execute(["check", "run.toml", f"--root={tmp_path}/taken/runs"]) == 2
+    assert "taken/runs" in (said := capfd.readouterr().err) and "--root" in said
+
+
+def test_a_root_with_too_little_space_is_noted(checked):
+    assert "free, less than" not in checked()
+    assert "note: file://" in (said := checked("--set=run.iterations=2000000000")) and "free, less than the" in said
+
+
 @pytest.mark.parametrize("held", ["", "held_out"])
 def test_one_record_of_each_kind_is_shown(tmp_path, held):
     template = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATE

@@ -64,7 +64,7 @@ def test_settings_that_decide_nothing_are_replaced(root: Root):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nobody"], r"no run 'nobody' in \S+, only small"),
+        (["nobody"], r"no run 'nobody' in \S+, which has small"),
         (["nobody.toml"], r"nobody\.toml does not exist: give the path of a TOML file"),
         (["./small"], r"\./small does not exist: give the path of a TOML file"),
         (["s3://bucket/small"], r"s3://bucket/small cannot be read: Unable to locate credentials"),

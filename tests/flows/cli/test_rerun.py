@@ -87,6 +87,7 @@ def test_nothing_is_chosen_while_the_run_is_driven(call, root: Root):
         (["run@3:trian"], "did you mean 'train'"),
         (["run@3:train"], "give --reason"),
         (["run@3:train", "--reason", " "], "a reason is missing"),
+        (["run@3:select", "--reason", "x"], "select is never done again, only prepare, rollout, "),
         (["run@3:train", "--reason", "x", "--set", "rollout.temperature=2"], "rollout.temperature cannot change"),
         (["run@3:train", "--reason", "x", "--set", "engine.precision=bf16"], "engine.precision cannot change"),
         (["run@3:evaluate", "--reason", "x", "--set", "reward.function=words"], "nothing is made from evaluate"),

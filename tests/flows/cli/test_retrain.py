@@ -29,6 +29,7 @@ def refused(capfd: pytest.CaptureFixture[str], root: Root, *words: str) -> str:
         (["retrain", "new", "--from", "gone"], "there is no run 'gone'"),
         (["retrain", "new", "--from", "a@1-2", "--select", "a"], "does not name one state"),
         (["retrain", "new", "--from", "a@1", "--newer-than", "yesterday"], "'yesterday' is not an age"),
+        (["retrain", "new", "--from", "a@1", "--newer-than", "999999999w"], "before the year 1"),
         (["retrain", "New"], "run name 'New' cannot be used"),
         (["retrain", "new", "--limit", "0"], "--limit"),
         (["import", "--run", "ext"], "name at least one"),

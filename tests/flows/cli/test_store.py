@@ -124,7 +124,7 @@ def test_verify_of_all_runs_has_a_line_for_each(call, root: Root):
     make_run(root, "other", 1)
     code, document, said = call("verify", "--all")
     assert (code, document["sound"], [one["run"] for one in document["runs"]]) == (0, True, ["other", "run"])
-    assert said.splitlines()[-1] == f"2 runs in {root.url}, none of them not sound"
+    assert said.splitlines()[-1] == f"2 runs in {root.url}, all sound"
     root.replace(layout.manifest_key("other", 1, Stage.TRAIN, 0), b"{}")
     code, document, said = call("verify", "--all")
     assert (code, [one["sound"] for one in document["runs"]]) == (1, [False, True])
@@ -139,7 +139,7 @@ def test_gc_sums_up_each_state(call, root: Root):
     said = call("gc", "run", "--keep-newest", "1")[2]
     rows = [line.split("  ")[0] for line in said.splitlines()]
     assert rows[:2] == ["train of iteration 1", "train of iteration 2"]
-    assert "1 objects" in said.splitlines()[0]
+    assert "1 object " in said.splitlines()[0]
     assert "run/parts/000001/train/state/0" in call("gc", "run", "--keep-newest", "1", "--objects")[2]
 
 
@@ -147,7 +147,7 @@ def test_gc_touches_nothing_until_it_is_told(call, root: Root):
     code, document, said = call("gc", "run", "--keep-newest", "1")
     states = [need(root, "run", n, Stage.TRAIN).parts[0].key for n in range(4)]
     assert (code, {one["key"] for one in document["garbage"]}, document["bytes"]) == (0, set(states[1:3]), 2000)
-    assert "2 objects (2.0 KiB) of run run could be removed; --apply does it" in said
+    assert "2 objects of run run could be removed, which frees 2.0 KiB; --apply does it" in said
     assert all(root.exists(key) for key in states)
     assert "removed" in call("gc", "run", "--keep-newest", "1", "--apply")[2]
     assert [root.exists(key) for key in states] == [True, False, False, True]

@@ -86,7 +86,7 @@ def test_a_failure_is_explained_on_its_page_and_the_log_begins_with_what_is_done
     state = train(run="b", more=1, **given)
     assert state.is_failed()
     assert str(state.message).startswith("During train of iteration 1: train does not work here")
-    assert lines(client, state)[0].startswith("train run b for 1 more iterations, by ")
+    assert lines(client, state)[0].startswith("train run b for 1 more iteration, by ")
     of_this = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[identity(state)]))
     page = next(one for one in client.read_artifacts(artifact_filter=of_this) if one.key == "ratchet-b-failure")
     for words in ("| stage | train of iteration 1 |", "learning rate", "### Last lines", "iteration 0: train"):
@@ -121,7 +121,7 @@ def test_a_secret_in_a_form_is_refused_and_not_shown(given, root: Root, client):
     assert state.is_failed()
     assert "env:" in str(state.message)
     said = lines(client, state)
-    assert said[0].startswith("train run d for 1 more iterations")
+    assert said[0].startswith("train run d for 1 more iteration")
     assert not [text for text in (str(state.message), *said) if "geheim12" in text]
     assert not root.keys("d")
 

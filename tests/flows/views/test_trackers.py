@@ -74,7 +74,11 @@ def test_the_example_has_each_row_once_whatever_was_killed(root: Root, tmp_path:
         ("Kept = 1\n", "cannot be called without arguments: name a class of a tracker"),
         ("class Kept:\n    def __init__(self, url): ...\n", "cannot be called without arguments"),
         (WHOLE.replace("def log", "def note"), r"a tracker needs a method log\(self, x\), which is given a row"),
-        (WHOLE.replace("(self, complete)", "(self)"), r"line 13: a tracker needs a method end\(self, x\)"),
+        (
+            WHOLE.replace("(self, complete)", "(self)"),
+            r"line 13, has `def end\(self\)`: a tracker needs a method end\(self, x\)",
+        ),
+        (WHOLE.replace("def begin", "async def begin"), r"has `async def begin\(self, run\)`: a tracker needs"),
     ],
 )
 def test_what_cannot_be_a_tracker_is_refused_before_the_run(text: str, fact: str, tmp_path: Path):

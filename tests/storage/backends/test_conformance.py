@@ -43,7 +43,7 @@ class InMemory(Backend):
             return False
         if self.fault != "lost write":
             self.replace(key, bytes(data)[: len(data) - (self.fault == "torn")])
-        return True
+        return None if self.fault == "no result" else True
 
     def replace(self, key, data):
         self.listed = dict(self.objects)
@@ -64,6 +64,8 @@ class InMemory(Backend):
         if key not in self.objects:
             return None
         data, time = self.objects[key]
+        if self.fault == "pairs":
+            return key, len(data)
         return Stored(key, len(data), datetime.min.replace(tzinfo=UTC) if self.fault == "no ages" else time)
 
     def stored(self, prefix):
@@ -113,6 +115,8 @@ def test_a_faulty_backend_is_named(fault, found_by, words):
         ("lost write", "loses what is written"),
         ("torn", "loses or changes what is written"),
         ("late listing", "lists an object later than it was written"),
+        ("no result", "loses or changes what is written: put_if_absent of b'ratchet' returns None"),
+        ("pairs", r"describes an object as \('.*', 7\), not as Stored\("),
     ],
 )
 def test_the_start_refuses_a_faulty_backend_by_its_name(fault, words):
@@ -128,6 +132,18 @@ def test_the_command_says_what_passed(tmp_path):
     assert (ended.returncode, ended.stdout.count("passed"), ended.stdout.count("FAILED")) == (0, 9, 0), ended
 
 
+WHOLE = """\
+from ratchet import Backend
+class Whole(Backend):
+    def __init__(self, url): self.url = url
+    def put_if_absent(self, key, data, durable): ...
+    def replace(self, key, data): ...
+    def read(self, key): ...
+    def remove(self, key): ...
+    def info(self, key): ...
+    def stored(self, prefix): ...
+
+"""
 MODULES = {
     "broken": ("import nothing_of_that_name", "ModuleNotFoundError in .*mine.py, line 1"),
     "missing": ("Other = 1", "has no 'Mine'"),
@@ -137,6 +153,12 @@ MODULES = {
         "from storage.backends.backend import Backend\nclass Mine(Backend):\n    def read(self, key): return b''",
         "without an implementation for abstract methods 'info', 'put_if_absent'",
     ),
+    "unlike": (
+        f"{WHOLE}class Mine(Whole):\n    def read(self): ...",
+        r"`def read\(self\)` in .*mine.py, line 12: expected `def read\(self, key\)`",
+    ),
+    "async": (f"{WHOLE}class Mine(Whole):\n    async def info(self, key): ...", "`async def info.*line 12: expected"),
+    "ends": ("raise SystemExit(3)", "SystemExit in .*mine.py, line 1: 3"),
     "raising": (
         "class Mine:\n    def __init__(self, url):\n        raise ValueError('no')",
         "ValueError in .*line 3: no",
@@ -158,12 +180,25 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_place(tmp_path, kind)
         ("nowhere/mine.py:Mine://here", "there is no file .*/nowhere/mine.py"),
         ("no_such_package.module:Mine://here", "no_such_package"),
         ("s3://", "names no place"),
+        (f"{EXAMPLE}:SQLite:/folder/runs.db", "names no place"),
         (f"{EXAMPLE}://relative.db", "ValueError in .*backend.py, line .*not an absolute path"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(url, words):
     with pytest.raises(InputError, match=words):
         open_root(url)
+
+
+def test_an_error_of_a_backend_that_it_does_not_name_is_told_with_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text(f"{WHOLE}class Mine(Whole):\n    def info(self, key): return {{}}[key]\n")
+    with pytest.raises(StorageUnavailable, match=r"fails at run: KeyError in .*mine.py, line 12: 'run'\. Correct it"):
+        open_root(f"{tmp_path}/mine.py:Mine://here").exists("run")
+
+
+def test_a_backend_imports_the_files_beside_it(tmp_path):
+    (tmp_path / "mine.py").write_text("from beside_the_store import Mine")
+    (tmp_path / "beside_the_store.py").write_text(f"{WHOLE}Mine = Whole")
+    assert open_root(f"{tmp_path}/mine.py:Mine://here").url.endswith("mine.py:Mine://here")
 
 
 def test_a_root_of_a_file_is_the_same_from_each_folder(tmp_path, monkeypatch):

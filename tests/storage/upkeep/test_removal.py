@@ -232,3 +232,13 @@ def test_what_a_failed_start_has_left_is_removed(root):
         pass
     removed(root, "run")
     assert root.keys("") == []
+
+
+def test_what_a_fork_shares_by_hard_links_is_not_freed(root):
+    make_run(root, "parent", 1)
+    alone = what_is_there(root, "parent").bytes
+    fork(root, WORKFLOW, "parent", 1, "child", "c1", DOCUMENT)
+    own = sum(one.bytes for one in root.stored("child") if "/parts/" not in one.key)
+    assert 0 < own == what_is_there(root, "child").bytes < alone
+    removed(root, "child")
+    assert what_is_there(root, "parent").bytes == alone

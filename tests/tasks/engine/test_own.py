@@ -172,9 +172,11 @@ def written(tmp_path, text):
             BASE.replace("def sample", "def samples"),
             r"no method 'sample' \(mine\.py, line 6\): expected `def sample\(self, prompts, seeds, sampling\)`",
         ),
+        (BASE.replace("def sample", "async def sample"), r"has `async def sample\(.*line 10\): expected `def sample\("),
+        (BASE.replace("return [R", "yield [R"), r"has `def sample\(.*\)` with yield \(mine\.py, line 10\): expected"),
         (
             BASE.replace("(self, sequences)", "(self)"),
-            r"has logprobs\(self\) \(mine\.py, line 13\): expected `def logprobs\(",
+            r"has `def logprobs\(self\)` \(mine\.py, line 13\): expected `def logprobs\(",
         ),
         (
             f"{BASE}\n    def __init__(self): pass\n",

@@ -60,8 +60,9 @@ class Mine:
     [
         ("raise ValueError('no')", r"ValueError: no \(mine\.py, line 1\)"),
         ("Mine = 3", "cannot be made: TypeError"),
+        ("raise SystemExit(3)", r"cannot be made: SystemExit: 3 \(mine.py, line 1\)"),
         ("class Other: pass", "has no 'Mine'"),
-        ("class Mine: pass", r"has no method 'reset': expected `async def reset\(self, record, seed\)`"),
+        ("class Mine: pass", r"has no method 'reset' \(mine.py\): expected `async def reset\(self, record, seed\)`"),
         (GOOD.replace("async def step", "def step"), r"Mine\.step \(mine\.py:5\) is not async"),
         (GOOD.replace("record, seed", "record"), r"Mine\.reset \(mine\.py:3\) has the parameters \(self, record\)"),
     ],

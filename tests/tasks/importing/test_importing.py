@@ -21,6 +21,7 @@ from storage.upkeep.catalog import runs
 from storage.upkeep.verify import verify
 from tasks.config.retrain import RetrainSection
 from tasks.config.stored import stored_config
+from tasks.export.choice import choose
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
 from tasks.stages.names import WORKFLOW, Stage
@@ -124,6 +125,13 @@ def test_it_is_done_once_and_completed_after_a_crash(root, tmp_path):
     assert find(root, "ext", 2, Stage.REWARD) is not None
     with pytest.raises(InputError, match="another name"):
         import_samples(root, order(files[0]))
+
+
+def test_samples_without_a_score_leave_no_part_of_scores(root, tmp_path):
+    assert import_samples(root, order(jsonl(tmp_path, [{**ROW, "reward": None}]))).scored == 0
+    assert verify(root, "ext").findings == ()
+    with pytest.raises(InputError, match="'ext' holds imported samples"):
+        choose(root, "ext")
 
 
 def test_without_logprobs_they_are_not_a_number(root, tmp_path):
@@ -325,8 +333,10 @@ def test_samples_of_different_batches_are_of_one_file(root, tmp_path, last, word
 
 def test_a_file_or_a_property_is_given_once(root, tmp_path):
     file = jsonl(tmp_path, [ROW])
-    with pytest.raises(InputError, match="is named twice"):
-        import_samples(root, order(file, file))
+    (tmp_path / "link.jsonl").symlink_to(file)
+    for other in (file, f"{tmp_path}/./a.jsonl", f"{tmp_path}/link.jsonl"):
+        with pytest.raises(InputError, match="is named twice"):
+            import_samples(root, order(file, other))
     with pytest.raises(InputError, match="reward is to be both 'a' and 'b'"):
         mapped(["reward=a", "reward=b"])
 

@@ -35,8 +35,10 @@ BAD_LOSSES = {
     "return tokens.logprobs.numpy(force=True)": "returns ndarray (15,) of float32 as loss",
     "return tokens.logprobs.double()": "returns a loss of torch.float64, not of torch.float32 (bad.py, line 3)",
     "return tokens.logprobs.detach()": "returns a loss without gradient: compute it from tokens.logprobs",
-    "return torch.ones(15, requires_grad=True)": "gives tokens.logprobs no gradient",
-    "return tokens.logprobs.sqrt()": "returns 15 of 15 values that are not finite (bad.py, line 3)",
+    "return torch.ones(15, requires_grad=True)": ".function 'bad.py:loss' gives tokens.logprobs no gradient",
+    "return -tokens.logprobs - tokens.old_logprobs.zero_()": "changes tokens.old_logprobs in place, which is read "
+    "again later: make a new tensor (bad.py, line 3)",
+    "return tokens.logprobs.sqrt()": "returns 15 of 15 values that are not finite as float32 (bad.py, line 3)",
     "return (tokens.logprobs - tokens.logprobs.detach()).sqrt()": "gives tokens.logprobs a gradient that is not finite",
     "return tokens.logprobs, None": "returns NoneType as clipped, not a tensor (15,)",
     "return tokens.reference_logprobs": "the loss reads tokens.reference_logprobs, which train.policy.loss.needs does "
@@ -52,6 +54,8 @@ BAD_ADVANTAGES = {
     "numbers, (6,)",
     "return scored.rewards > 0": "returns ndarray (6,) of bool",
     "return scored.rewards / 0": "returns 5 of 6 values that are not finite",
+    "return np.full(6, 1e300)": "returns 5 of 6 values that are not finite as float32 (bad.py, line 3)",
+    "scored.rewards -= 1; return scored.rewards": "ValueError: output array is read-only (bad.py, line 4)",
     "return scored.rewards + missing": "fails: NameError: name 'missing' is not defined (bad.py, line 4)",
 }
 

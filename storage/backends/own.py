@@ -1,0 +1,89 @@
+"""A store of the user's own: its class is found by name, made, and compared with `Backend`."""
+
+import inspect
+import pkgutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from storage.backends.backend import Backend
+from storage.errors import InputError, RatchetError
+
+GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a backend of your own"
+_GROUP = "ratchet.stores"
+_NOT_THEIRS = (str(Path(__file__).parents[1]), "<frozen ", *set(sysconfig.get_paths().values()))
+
+
+def own_backend(scheme: str, url: str, ours: Collection[str]) -> Backend:
+    """The backend of the class that the scheme of a root's URL names; `ours` are the schemes of built-in backends.
+    Raises InputError: there is no such class, it cannot be imported or made, or its methods have another form."""
+    kind = _called(url, lambda: _found(scheme, url, ours))
+    made = _called(url, lambda: kind(url))
+    if not isinstance(made, Backend):
+        raise InputError(f"storage root {url!r}: {type(made).__name__} is not a subclass of storage.backends.Backend")
+    for name, method in vars(Backend).items():
+        found = inspect.getattr_static(made, name)
+        if name[0] != "_" and inspect.isfunction(found) and found is not method:
+            _check_method(url, name, found, tuple(inspect.signature(method).parameters))
+    return made
+
+
+def told(error: BaseException) -> str:
+    """An error of the user's code, with the last line there that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [one for one in frames if not one.filename.startswith(_NOT_THEIRS)]
+    where = f" in {theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else ""
+    return f"{type(error).__name__}{where}: {error}"
+
+
+def _check_method(url: str, name: str, found: Callable[..., Any], wanted: tuple[str, ...]) -> None:
+    deferred = inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found)
+    try:
+        inspect.signature(found).bind(*wanted)
+    except TypeError:
+        pass
+    else:
+        if not deferred:
+            return
+    code = inspect.unwrap(found).__code__
+    form = f"`{'async ' if deferred else ''}def {name}{inspect.signature(found)}`"
+    where = f"{code.co_filename}, line {code.co_firstlineno}"
+    raise InputError(f"storage root {url!r}: {form} in {where}: expected `def {name}({', '.join(wanted)})`")
+
+
+def _found(scheme: str, url: str, ours: Collection[str]) -> Any:
+    place, _, name = scheme.rpartition(":")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise InputError(f"storage root {url!r}: there is no file {place}. {GIVE}")
+        module = ModuleType(f"ratchet_store_{Path(place).stem}")
+        module.__file__ = place
+        sys.modules[module.__name__] = module  # dataclasses and pickle look for it
+        if (folder := str(Path(place).parent)) not in sys.path:
+            sys.path.insert(0, folder)  # for the files beside it
+        exec(compile(Path(place).read_bytes(), place, "exec"), vars(module))
+        if name not in vars(module):
+            raise InputError(f"storage root {url!r}: {place} has no {name!r}. {GIVE}")
+        return vars(module)[name]
+    if place:
+        return pkgutil.resolve_name(scheme)
+    points = {point.name: point for point in entry_points(group=_GROUP)}
+    if scheme not in points:
+        known = ", ".join(sorted({*ours, *points}))
+        raise InputError(f"storage root {url!r}: no backend is called {scheme!r}, only {known}. {GIVE}")
+    return points[scheme].load()
+
+
+def _called(url: str, call: Callable[[], Any]) -> Any:
+    """The result of the user's code; what it raises, with its line."""
+    try:
+        return call()
+    except RatchetError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"storage root {url!r}: {told(error)}. {GIVE}") from error
