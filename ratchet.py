@@ -8,7 +8,7 @@ import asyncio
 import importlib
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ class Run:
         """
         from flows.cli.check import of_stored
 
-        more = [*_each(settings), *([] if iterations is None else [f"run.iterations={iterations}"])]
+        more = [*_texts(settings), *([] if iterations is None else [f"run.iterations={iterations}"])]
         if config is None:
             return _drive(self, of_stored(self.name, None, more, self._opened()))
         return _drive(self, _configured(config, more))
@@ -260,9 +260,17 @@ def main() -> None:
     command()
 
 
-def _each[T](given: Collection[T] | T) -> list[T]:
+def _texts(settings: Sequence[str]) -> list[str]:
+    from storage.errors import InputError
+
+    if wrong := [one for one in _each(settings) if not isinstance(one, str)]:
+        raise InputError(f"settings has {wrong[0]!r}: give texts of the form section.key=value")
+    return _each(settings)
+
+
+def _each[T](given: Iterable[T] | T) -> list[T]:
     """The values of a collection; of a single one, such as a text, itself."""
-    return list(given) if isinstance(given, Collection) and not isinstance(given, str) else [given]  # pyright: ignore[reportReturnType] - T
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]  # pyright: ignore[reportReturnType] - T
 
 
 def _opened(root: Place) -> "Root":

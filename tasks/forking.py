@@ -81,7 +81,7 @@ def retrain_config(
     apply_overrides(changes, settings)
     if (before := _recorded(root, run)) is not None:
         if before.retrain is None:
-            raise InputError(f"run {run!r} exists and samples for itself: give the new run another name")
+            raise InputError(f"run {run!r} exists and is no retraining: give the new run another name")
         return reparsed(merged(before.model_dump(mode="json"), changes), run)
     table = changes.get("retrain")
     start = table.get("start") if isinstance(table, dict) else None
@@ -129,7 +129,7 @@ def begin_retraining(
     it; `announce` is told of what will be copied. Raises InputError: the configuration, the state to start from or the
     selection cannot be used."""
     if (section := config.retrain) is None:
-        raise InputError(f"run {run!r} has no [retrain]: `ratchet run` starts a run that samples for itself")
+        raise InputError(f"run {run!r} has no [retrain]: `ratchet run` starts a run that samples its own responses")
     if root.exists(layout.run_config_key(run)):
         return None
     place = state_of(section.start)

@@ -143,6 +143,7 @@ def test_within_a_running_event_loop_nothing_runs_in_it(run):
         (lambda run: run.samples([7]), r"iterations \[7\] of run 'small' have no samples"),
         (lambda run: run.train(settings=["rollout.sample=3"]), r"did you mean 'rollout\.samples'"),
         (lambda run: run.train(run.root + "/no.toml"), "does not exist"),
+        (lambda run: run.train(settings=[("run.seed", 7)]), "settings has .*run.seed.*: give texts of the form"),
         (lambda run: run.train(3), "the configuration is of the type int: give a path, a RunConfig or its tables"),
         (lambda run: run.train({"runs": {}}), "given to Run.train cannot be used:(.|\n)*runs: unknown key"),
         (lambda run: ratchet.Run("a", "s3://me:secret@host/runs").samples(), "has credentials in its URL"),

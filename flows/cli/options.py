@@ -81,7 +81,7 @@ class Common:
 
     def again(self, words: Iterable[str]) -> str:
         """The command line with these words and options, which continues a run; a secret in it is masked."""
-        program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "flows"]
+        program = ["ratchet"] if Path(sys.argv[0]).name == "ratchet" else ["python", "-m", "ratchet"]
         tail = [f"--root={shown_text(self.root)}", *(["--json"] if self.json else [])]
         return shlex.join([*program, *map(shown_text, words), *tail])
 

@@ -160,7 +160,7 @@ def lines_of(found: Checked) -> list[str | Text]:
         *([] if found.solved is None else _trained(found.solved, "first example of the warm-up")),
         *(line for each in found.kinds for line in of_kind(each)),
         f"stop tokens: {_named(found.stop_tokens)}",
-        *([f"left out of responses, too: {_named(found.left_out)}"] if found.left_out else []),
+        *([f"also left out of responses: {_named(found.left_out)}"] if found.left_out else []),
         f"prompts (the longest has {found.longest} tokens; the context is {found.context}):",
         *(
             f"    {one.table:9} {one.prompts:8} from {one.source}" + (f", {one.dropped} dropped" if one.dropped else "")

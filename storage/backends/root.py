@@ -325,6 +325,7 @@ def absolute_url(url: str) -> str:
     """The URL that the root at `url` has from whatever folder; a relative path is one of the working directory."""
     scheme, there, place = url.partition("://")
     if not there or scheme in ("file", "local"):
-        return f"file://{os.path.abspath(place if there else url)}"
+        home = not there and (url == "~" or url.startswith("~/"))
+        return f"file://{os.path.abspath(place if there else f'{Path.home()}{url[1:]}' if home else url)}"
     file, colon, name = scheme.rpartition(":")
     return f"{os.path.abspath(file)}:{name}://{place}" if colon and file.endswith(".py") else url.rstrip("/")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import ErrorDetails
 
 from storage.errors import InputError
 from tasks.config.credentials import has_credentials, referenced
@@ -43,9 +44,13 @@ def settings_of[S: Section](model: type[S], given: Mapping[str, Any], what: str)
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        flaws = [f"{'.'.join(map(str, one['loc']))}: {one['msg']} (given: {one['input']!r})" for one in error.errors()]
+        flaws = [f"{'.'.join(map(str, one['loc']))}: {_said(one)} (given: {one['input']!r})" for one in error.errors()]
         known = ", ".join(model.model_fields)
         raise InputError(f"{what} has the settings {known}; wrong are\n" + "\n".join(flaws)) from None
+
+
+def _said(flaw: ErrorDetails) -> str:
+    return "there is no such setting" if flaw["type"] == "extra_forbidden" else flaw["msg"]
 
 
 def public(url: str) -> str:

@@ -85,7 +85,7 @@ class SampleRows:
         given = lengths_of(lists)
         column.refuse(given != lengths_of(responses), "has another length than response_tokens")
         flat = _flat(lists)
-        column.refuse(any_of(lists, ~((flat <= 0) & (flat >= -_LARGEST))), "holds one above 0 or not finite")
+        column.refuse(any_of(lists, ~((flat <= 0) & (flat >= -_LARGEST))), "has a value that is above 0 or not finite")
         return lists.cast(pa.list_(pa.float32()))
 
     def sampled(self, responses: pa.ListArray) -> pa.ListArray:
@@ -192,7 +192,7 @@ class SampleRows:
         if self.order.temperature is None:
             fact = f"{self.batch.file} does not say at which temperature the samples were drawn"
             repair = "name its column with --map temperature=COLUMN, or give --temperature"
-            raise InputError(f"{fact}, and log-probabilities mean nothing without: {repair}")
+            raise InputError(f"{fact}, without which log-probabilities mean nothing: {repair}")
         return _repeated("temperature", self.order.temperature, self.batch.rows)
 
     def _reasons(self) -> pa.Array:
@@ -207,7 +207,7 @@ class SampleRows:
 def check_temperature(temperature: float | None) -> None:
     """Refuse a temperature at which nothing can be sampled. Raises InputError: it is negative or not finite."""
     if temperature is not None and not (math.isfinite(temperature) and 0 <= temperature <= _LARGEST):
-        raise InputError(f"--temperature {temperature} is none that samples are drawn at: give a number from 0")
+        raise InputError(f"--temperature {temperature} cannot be used: give a finite number of at least 0")
 
 
 def _repeated(name: str, value: object, rows: int) -> pa.Array:

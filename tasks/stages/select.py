@@ -113,11 +113,10 @@ def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> N
     if not selecting.rows:
         given = {"where": section.where, "since": section.since, "limit": section.limit}
         keys = [f"retrain.{key} = {value!s}" for key, value in given.items() if value]
-        raise InputError(
-            f"nothing is selected: {selecting.examined} samples were examined"
-            + (f", and {', '.join(keys)} leaves none: change that" if keys else "")
-            + (f"; {selecting.unscored} rollouts have no scores: {_UNSCORED}" if selecting.unscored else "")
-        )
+        filtered = f", and {', '.join(keys)} leaves none: change that" if keys else ""
+        unscored = f"; left out are {selecting.unscored} rollouts without scores: {_UNSCORED}"
+        fact = f"nothing is selected: {selecting.examined} samples were examined{filtered}"
+        raise InputError(fact + (unscored if selecting.unscored else ""))
     if ranges.without_logprobs and policy.needs_advantages:
         raise InputError(
             f"{ranges.without_logprobs} selected samples were imported without log-probabilities, "

@@ -265,7 +265,7 @@ def test_a_retraining_is_continued_as_it_was_begun(sampled: Root, tmp_path: Path
     assert config.retrain.start == START["start"]
     with pytest.raises(InputError, match=r"retrain\.epochs: the run was started with 1"):
         retrained(sampled, tmp_path, "same", epochs=2)
-    with pytest.raises(InputError, match="samples for itself"):
+    with pytest.raises(InputError, match="is no retraining"):
         retrain_config(sampled, RUN, START)
 
 

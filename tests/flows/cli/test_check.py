@@ -53,7 +53,7 @@ def checked(tmp_path, monkeypatch, capfd):
 def test_a_prompt_is_shown_with_its_tokens(checked):
     said = checked()
     assert "+|1|=" in said
-    assert "stop tokens: 1 '<eos>'\nleft out of responses, too: 0 '<pad>'\n" in said
+    assert "stop tokens: 1 '<eos>'\nalso left out of responses: 0 '<pad>'\n" in said
     assert "train            4 from prompts" in said
     assert "held_out         2 from hold_out" in said
     assert said.splitlines()[-1] == "the configuration can be run"

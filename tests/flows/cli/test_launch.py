@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_
     assert output == ""
     last = log.read_text().splitlines()[-1]
     assert last.startswith(
-        "ratchet: interrupted. Nothing that was committed is lost; continue with: python -m flows run "
+        "ratchet: interrupted. Nothing that was committed is lost; continue with: python -m ratchet run "
     )
     assert last.endswith(f"--run=a --set=warmup.steps=5000 --root={root} --json")
     assert "Traceback" not in log.read_text()

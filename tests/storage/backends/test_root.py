@@ -21,6 +21,11 @@ SHARED_MEMORY = Path("/dev/shm")
 KEY = "run/manifests/000001/rollout.r0.json"
 
 
+def test_a_root_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves ~ in --root=~/runs as it is
+    assert open_root("~/runs").url == f"file://{tmp_path}/runs"
+
+
 def race(url, writer, barrier, wins):
     root = open_root(url)
     for number in range(ROUNDS):

@@ -159,8 +159,8 @@ def test_an_imported_run_says_that_it_has_no_configuration(root, tmp_path):
         ([ROW], {"columns": {**COLUMNS, "rewards": "reward"}}, "a sample has no rewards, only"),
         ([ROW], {"temperature": None}, "temperature the samples were drawn"),
         ([ROW, {**ROW, "logprobs": [-1.0]}], {}, "sample 2: logprobs has another length"),
-        ([{**ROW, "logprobs": [-1.0, 0.1, -1.0]}], {}, "sample 1: logprobs holds one above 0"),
-        ([{**ROW, "logprobs": [-1.0, -1e300, -1.0]}], {}, "sample 1: logprobs holds one above 0 or not finite"),
+        ([{**ROW, "logprobs": [-1.0, 0.1, -1.0]}], {}, "sample 1: logprobs has a value that is above 0"),
+        ([{**ROW, "logprobs": [-1.0, -1e300, -1.0]}], {}, "sample 1: logprobs has a value that is above 0 or not finite"),
         (
             [ROW, {**ROW, "input_ids": [3, None]}],
             {},
@@ -220,7 +220,7 @@ def test_an_imported_run_says_that_it_has_no_configuration(root, tmp_path):
         ([{**ROW, "top_p": 0.0}], {}, "top_p is 0.0"),
         ([{**ROW, "top_p": 2.0}], {}, "top_p is 2.0"),
         ([{**ROW, "top_p": 1e-60}], {}, "top_p is 1e-60"),
-        ([ROW], {"temperature": -1.0}, "--temperature -1.0 is none that samples are drawn at"),
+        ([ROW], {"temperature": -1.0}, "--temperature -1.0 cannot be used"),
         ([ROW], {"temperature": float("nan")}, "--temperature nan"),
         (['{"input_ids": [1], "input_ids": [2]}'], {}, "line 1: not valid JSON .*'input_ids' occurs twice"),
         ([], {}, "no samples in it"),
@@ -248,7 +248,7 @@ def column(name: str, value: Any, kind: pa.DataType | None = None) -> pa.Table:
         (column("reward", float("nan")), "sample 2: reward is not finite"),
         (column("reward", float("-inf")), "sample 2: reward is not finite"),
         (column("logprobs", [-1.0, None, -1.0]), "sample 2: logprobs holds a null"),
-        (column("logprobs", [-1.0, float("nan"), -1.0]), "sample 2: logprobs holds one above 0 or not finite"),
+        (column("logprobs", [-1.0, float("nan"), -1.0]), "sample 2: logprobs has a value that is above 0 or not finite"),
         (column("input_ids", [-1]), "sample 2: prompt_tokens .* not a token id"),
     ],
 )
