@@ -15,7 +15,7 @@ from flows.driving import is_complete, tidy_complete
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.history import last_iteration, next_iteration
-from flows.views.output import Output
+from flows.views.output import Output, count
 from flows.views.progress import closing_lines
 from flows.views.reports import finish_report
 from flows.views.status import Changes, RunStatus, read_status
@@ -32,13 +32,18 @@ class MemoryMeter:
 
     def __init__(self, period_s: float = _PERIOD_S) -> None:
         self._period_s = period_s
-        self._peak_bytes = 0
+        self._peak_bytes, self._begun = 0, time.monotonic()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-meter", daemon=True)
 
     @property
     def peak_gib(self) -> float:
         return self._peak_bytes / (1 << 30)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the meter was made, whatever happened to the clock."""
+        return time.monotonic() - self._begun
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -85,9 +90,9 @@ class RunResult(BaseModel, frozen=True, extra="forbid"):
     iterations: int  # RL iterations that are complete
     changes: Changes
     """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
-    seconds_total: float  # time from the start of this process to the result
+    seconds_total: float  # time of this call, without the imports before it
     seconds_per_iteration: float | None  # median duration of the RL iterations after the second
-    peak_rss_gib: float  # largest proportional set size of this process and everything it started, GiB
+    peak_pss_gib: float  # largest proportional set size of this process and everything it started, GiB
     report: str | None
 
 
@@ -139,16 +144,16 @@ def nothing_done(status: RunStatus, asked: int, retrains: bool) -> str:
     more = "" if retrains else f"; --iterations {status.iterations + 1} or more continues it"
     if status.iterations > asked:
         done = f"run {status.run} already has {status.iterations}"
-        return f"nothing to do: {asked} iterations are asked for, and {done}{more}"
-    return f"nothing to do: run {status.run} already has all {asked} iterations{more}"
+        return f"nothing to do: {count(asked, 'iteration')} asked for, and {done}{more}"
+    return f"nothing to do: run {status.run} already has all {count(asked, 'iteration')}{more}"
 
 
 def summarise(status: RunStatus, meter: MemoryMeter) -> RunResult:
     shared = set(RunResult.model_fields) & set(RunStatus.model_fields)
     return RunResult(
         **status.model_dump(include=shared),
-        seconds_total=round(time.time() - psutil.Process().create_time(), 2),
-        peak_rss_gib=round(meter.peak_gib, 3),
+        seconds_total=round(meter.seconds, 2),
+        peak_pss_gib=round(meter.peak_gib, 3),
     )
 
 

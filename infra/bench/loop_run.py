@@ -53,7 +53,7 @@ def main() -> int:
     except RatchetError as error:
         sys.stderr.write(f"{told(error)}\n")
         return 1
-    (folder / DIRECT).write_text(json.dumps({**found, "peak_gib": result.peak_rss_gib}))
+    (folder / DIRECT).write_text(json.dumps({**found, "peak_gib": result.peak_pss_gib}))
     return 0
 
 

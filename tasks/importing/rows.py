@@ -85,7 +85,7 @@ class SampleRows:
         given = lengths_of(lists)
         column.refuse(given != lengths_of(responses), "has another length than response_tokens")
         flat = _flat(lists)
-        column.refuse(any_of(lists, ~((flat <= 0) & (flat >= -_LARGEST))), "has a value that is above 0 or not finite")
+        column.refuse(any_of(lists, ~((flat <= 0) & (flat >= -_LARGEST))), "has a value above 0 or not finite")
         return lists.cast(pa.list_(pa.float32()))
 
     def sampled(self, responses: pa.ListArray) -> pa.ListArray:

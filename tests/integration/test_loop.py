@@ -19,7 +19,7 @@ EXAMPLES = PROJECT_ROOT / "infra" / "examples"
 NAMES = {"my-run": RUN, "my.toml": str(TINY)}
 """Names in the examples of pages, and their replacements here."""
 KEYS = {
-    "changes", "iterations", "seconds_total", "seconds_per_iteration", "peak_rss_gib", "run",
+    "changes", "iterations", "seconds_total", "seconds_per_iteration", "peak_pss_gib", "run",
 }  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_standard_output_is_the_result_alone(whole):
     assert len(done.out.splitlines()) == 1
     assert done.json.keys() >= KEYS
     assert done.json["iterations"] == 2
-    assert 0 < done.json["peak_rss_gib"] < 8
+    assert 0 < done.json["peak_pss_gib"] < 8
 
 
 def test_the_stored_tables_fit_together(whole):

@@ -35,7 +35,7 @@ def wait_for(path: Path, text: str, process: "subprocess.Popen[str]") -> None:
     [
         (
             3,
-            "nothing to do: 3 iterations are asked for, and run a already has 10; --iterations 11 or more continues it",
+            "nothing to do: 3 iterations asked for, and run a already has 10; --iterations 11 or more continues it",
         ),
         (10, "nothing to do: run a already has all 10 iterations; --iterations 11 or more continues it"),
     ],

@@ -159,8 +159,12 @@ def test_an_imported_run_says_that_it_has_no_configuration(root, tmp_path):
         ([ROW], {"columns": {**COLUMNS, "rewards": "reward"}}, "a sample has no rewards, only"),
         ([ROW], {"temperature": None}, "temperature the samples were drawn"),
         ([ROW, {**ROW, "logprobs": [-1.0]}], {}, "sample 2: logprobs has another length"),
-        ([{**ROW, "logprobs": [-1.0, 0.1, -1.0]}], {}, "sample 1: logprobs has a value that is above 0"),
-        ([{**ROW, "logprobs": [-1.0, -1e300, -1.0]}], {}, "sample 1: logprobs has a value that is above 0 or not finite"),
+        ([{**ROW, "logprobs": [-1.0, 0.1, -1.0]}], {}, "sample 1: logprobs has a value above 0"),
+        (
+            [{**ROW, "logprobs": [-1.0, -1e300, -1.0]}],
+            {},
+            "sample 1: logprobs has a value above 0 or not finite",
+        ),
         (
             [ROW, {**ROW, "input_ids": [3, None]}],
             {},
@@ -248,7 +252,10 @@ def column(name: str, value: Any, kind: pa.DataType | None = None) -> pa.Table:
         (column("reward", float("nan")), "sample 2: reward is not finite"),
         (column("reward", float("-inf")), "sample 2: reward is not finite"),
         (column("logprobs", [-1.0, None, -1.0]), "sample 2: logprobs holds a null"),
-        (column("logprobs", [-1.0, float("nan"), -1.0]), "sample 2: logprobs has a value that is above 0 or not finite"),
+        (
+            column("logprobs", [-1.0, float("nan"), -1.0]),
+            "sample 2: logprobs has a value above 0 or not finite",
+        ),
         (column("input_ids", [-1]), "sample 2: prompt_tokens .* not a token id"),
     ],
 )
