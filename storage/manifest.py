@@ -20,7 +20,15 @@ from pydantic import (
 from storage import layout, records
 from storage.backends.root import Root
 from storage.digest import value_digest
-from storage.errors import CommitConflict, NotCommitted, Overtaken, SchemaMismatch, StageFailed, StorageError
+from storage.errors import (
+    CommitConflict,
+    NotCommitted,
+    Overtaken,
+    SchemaMismatch,
+    StageFailed,
+    StorageError,
+    WrongRecord,
+)
 from storage.ids import RunName, StageName
 from storage.revisions import Revisions, read_revisions
 
@@ -251,14 +259,14 @@ def need(root: Root, run: str, iteration: int, stage: str, revisions: Revisions 
 
 
 def load(root: Root, key: str) -> Manifest:
-    """Read the manifest at `key`. Raises DigestMismatch if it was damaged; NotCommitted if there is none;
-    SchemaMismatch if it has an unknown format, names what no manifest may name, or belongs to another stage."""
+    """Read the manifest at `key`. Raises DigestMismatch if it was damaged; NotCommitted if there is none; WrongRecord
+    if it belongs to another stage; SchemaMismatch if it has an unknown format, or names what no manifest may name."""
     where = f"{root.url}/{key}"
     text = records.unseal(root.read_bytes(key), where)
     manifest = records.parse(text, Manifest, where)
     if manifest.key != key:
         fact = f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand"
-        raise SchemaMismatch(f"{fact}. Remove it, or restore the original")
+        raise WrongRecord(f"{fact}. Remove it, or restore the original")
     if foreign := _foreign(manifest):
         raise SchemaMismatch(f"{where} {foreign}. Restore the manifest from a copy")
     return manifest

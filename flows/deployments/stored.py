@@ -21,7 +21,7 @@ from flows.prefect_tasks import as_task
 from flows.server.history import TAG, forget_flow_runs
 from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, compared_with, evaluation_rows
-from flows.views.output import size
+from flows.views.output import count, size
 from storage import layout
 from storage.backends.root import open_root
 from storage.errors import InputError
@@ -323,7 +323,10 @@ def show_verified(found: list[Verification]) -> State[Any]:
     broken = [one.run for one in found if not one.sound]
     if broken:
         return Failed(message=f"not sound: {', '.join(broken)}. The artifact names each object; Retry reads it again")
-    return Completed(message=f"sound: {', '.join(one.run for one in found) or 'there is no run'}")
+    sound = ", ".join(one.run for one in found)
+    return Completed(
+        message=f"sound: {sound}" if found else "the root has no runs, so nothing was read: check its name"
+    )
 
 
 def show_maintained(done: Maintenance, root: str, forgotten: str) -> State[Any]:
@@ -339,5 +342,6 @@ def show_maintained(done: Maintenance, root: str, forgotten: str) -> State[Any]:
     create_table_artifact(key=artifact_key(root.lower(), "maintenance"), table=rows, description=f"Upkeep of {root}")
     problems = [f"run {one.run}: {text}" for one in done.runs for text in one.problems]
     if problems:
-        return Failed(message="\n\n".join([f"{len(problems)} problems in {root}", *problems]))
-    return Completed(message=f"{len(done.runs)} runs are in order; {forgotten}")
+        return Failed(message="\n\n".join([f"{count(len(problems), 'problem')} in {root}", *problems]))
+    runs = f"no problem in {count(len(done.runs), 'run')}" if done.runs else f"{root} has no runs: check its name"
+    return Completed(message=f"{runs}; {forgotten}")

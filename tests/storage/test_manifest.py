@@ -17,6 +17,7 @@ from storage.errors import (
     SchemaMismatch,
     StageFailed,
     StorageError,
+    WrongRecord,
 )
 from storage.manifest import Manifest, Origin, Part, commit, find, finite_or_null, load, need, revisions
 from storage.parts import PartWriter
@@ -278,7 +279,7 @@ def test_a_manifest_in_the_place_of_another_is_refused(root, place):
     commit(root, manifest())
     other = layout.manifest_key(*place)
     root.put_if_absent(other, root.read_bytes(KEY))
-    with pytest.raises(SchemaMismatch, match=f"{other} holds the manifest of {KEY}"):
+    with pytest.raises(WrongRecord, match=f"{other} holds the manifest of {KEY}"):
         load(root, other)
 
 

@@ -67,7 +67,7 @@ def test_the_page_names_each_run_and_a_problem_makes_the_flow_run_red(prefect_ap
         driver(root, small_config(["run.iterations=1"]), tmp_path / f"scratch-{name}", run=name).drive()
     done = maintain(root=str(root.folder), keep_days=None, return_state=True)
     assert done.is_completed()
-    assert done.message == "2 runs are in order; all flow runs are kept"
+    assert done.message == "no problem in 2 runs; all flow runs are kept"
     root.replace(need(root, "b", 1, Stage.ROLLOUT).parts[0].key, b"something else")
     failed = maintain(root=str(root.folder), return_state=True)
     assert failed.is_failed()

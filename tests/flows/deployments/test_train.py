@@ -83,6 +83,7 @@ KEPT = "Everything that was committed is kept in s3://***@bucket/runs/a; "
         (errors.StageFailed("reward"), "reward", f"{KEPT}once that", "Correct the cause"),
         (errors.SyncMismatch("w"), "weight-sync", f"{KEPT}Retry goes on", "[sync]"),
         (errors.PartMissing("p"), "train", f"{KEPT}once that", "ratchet verify"),
+        (errors.WrongRecord("p"), "train", f"{KEPT}once that", "ratchet verify"),
         (errors.SchemaMismatch("p"), None, f"{KEPT}once that", "with the version of Ratchet"),
         (errors.CommitConflict("p"), "train", f"{KEPT}Retry goes on", "Press Retry to continue"),
     ],
