@@ -222,8 +222,8 @@ TASKS = (
         "a-report-ends-the-run",
         "a tracker that fails stops the thread that reports",
         "flows/views/reports.py",
-        '{first}{_line(error)}")\n        return True\n',
-        '{first}{_line(error)}")\n        return False\n',
+        '{first}{user_line(error)}")\n        return True\n',
+        '{first}{user_line(error)}")\n        return False\n',
         ("tests/flows/views/test_lane.py",),
     ),
     Mutant(

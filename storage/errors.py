@@ -1,5 +1,16 @@
 """Every error that Ratchet raises on purpose. A message names the fact, the value and the repair."""
 
+import sysconfig
+import traceback
+from pathlib import Path
+
+_OURS = Path(__file__).parents[1]
+_NOT_THEIRS = (
+    "<",  # frozen modules of Python
+    *(f"{_OURS / name}/" for name in ("flows", "tasks", "trainer_core", "storage")),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
 
 class RatchetError(Exception):
     """Base of all errors; the command line prints the message and exits with `exit_code`, without a stack trace."""
@@ -7,6 +18,13 @@ class RatchetError(Exception):
     exit_code = 1
     beside: str | None = None  # another failure, which happened beside this one and would otherwise be hidden by it
     during: str | None = None  # the work and its stage that were under way, if known
+
+
+def user_line(error: BaseException) -> str:
+    """The last line of a user's own file that led to an error, as ` (name.py, line 3)`; empty if none did, and for a
+    syntax error, whose text names it."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_NOT_THEIRS)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def told(error: RatchetError) -> str:

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import sys
 import sysconfig
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -124,14 +123,6 @@ def source_digest(function: UserFunction) -> str:
             pending += _imports(texts[file], file, folder, package)
     digests = [xxhash.xxh3_128_hexdigest(text) for _, text in sorted(texts.items())]
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
-
-
-def line_of(error: BaseException, file: str) -> str:
-    """Line of a file at which an error was raised, as ` (name.py, line 3)`; empty if it is of no line there."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return ""  # its text names file and line
-    return f" ({Path(file).name}, line {lines[-1]})" if lines else ""
 
 
 def refuses(function: Callable[..., Any], *arguments: object) -> bool:

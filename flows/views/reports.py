@@ -6,12 +6,9 @@ nothing.
 """
 
 import contextlib
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Self
 
@@ -23,9 +20,9 @@ from flows.views.table import MetricsFile, Row, Series, warmup_csv
 from flows.views.trackers import Makes, TrackedRun, Tracker, trackers
 from storage import layout
 from storage.backends.root import Root
+from storage.errors import user_line
 from storage.manifest import find
 from storage.upkeep.catalog import names
-from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import without_secrets
 from tasks.config.run import RunConfig
 from tasks.data.tokenizer import StoredTexts, texts_of
@@ -75,20 +72,13 @@ class Lane:
         """Report the error of a job, whatever it is: the code in it is that of libraries."""
         if error is not None:
             first = str(error).strip().partition("\n")[0].rstrip(".")
-            self._failed(f"{type(error).__name__}: {first}{_line(error)}")
+            self._failed(f"{type(error).__name__}: {first}{user_line(error)}")
         return True
 
     def _failed(self, why: str) -> None:
         if not self._told:
             self._told = True
             self._say(without_secrets(f"{self._name}: {why}. The run goes on; later attempts are not reported"))
-
-
-def _line(error: BaseException) -> str:
-    """The last line of a user's own file that led to an error, as ` (name.py, line 3)`; empty if none did."""
-    installed = (str(PROJECT_ROOT), *set(sysconfig.get_paths().values()))
-    lines = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(installed)]
-    return f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
 
 
 def write_report(root: Root, run: str) -> bytes:

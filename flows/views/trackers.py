@@ -16,7 +16,7 @@ from flows.views.table import Row
 from storage import layout
 from storage.backends.root import Root
 from storage.digest import value_digest
-from storage.errors import InputError, NotCommitted
+from storage.errors import InputError, NotCommitted, user_line
 from storage.manifest import need
 from storage.revisions import read_revisions
 from tasks.config.credentials import shown
@@ -25,7 +25,7 @@ from tasks.config.identity import Document, leaves
 from tasks.config.report import ReportSection
 from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
-from trainer_core.user_code import UserFunction, defers, find_function, line_of, refuses, written
+from trainer_core.user_code import UserFunction, defers, find_function, refuses, written
 
 _GROUP, _KEY = "ratchet.trackers", "report.trackers"
 _PROJECT = "ratchet"
@@ -125,7 +125,7 @@ def _check(target: UserFunction) -> None:
     try:
         found = target.load().function
     except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}{line_of(error, target.place)}"
+        why = f"{type(error).__name__}: {error}{user_line(error)}"
         fact = f"{_KEY} {target.name!r} cannot be imported: {why}"
         raise InputError(f"{fact}. Correct the file, or remove the key") from error
     place = f"{_KEY} {target.name!r} ({target.place})"

@@ -3,8 +3,6 @@
 import inspect
 import pkgutil
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Collection
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,11 +10,10 @@ from types import ModuleType
 from typing import Any
 
 from storage.backends.backend import Backend
-from storage.errors import InputError, RatchetError
+from storage.errors import InputError, RatchetError, user_line
 
 GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a backend of your own"
 _GROUP = "ratchet.stores"
-_NOT_THEIRS = (str(Path(__file__).parents[1]), "<frozen ", *set(sysconfig.get_paths().values()))
 
 
 def own_backend(scheme: str, url: str, ours: Collection[str]) -> Backend:
@@ -33,27 +30,22 @@ def own_backend(scheme: str, url: str, ours: Collection[str]) -> Backend:
     return made
 
 
-def told(error: BaseException) -> str:
-    """An error of the user's code, with the last line there that led to it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [one for one in frames if not one.filename.startswith(_NOT_THEIRS)]
-    where = f" in {theirs[-1].filename}, line {theirs[-1].lineno}" if theirs else ""
-    return f"{type(error).__name__}{where}: {error}"
-
-
 def _check_method(url: str, name: str, found: Callable[..., Any], wanted: tuple[str, ...]) -> None:
     deferred = inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found)
-    try:
-        inspect.signature(found).bind(*wanted)
-    except TypeError:
-        pass
-    else:
-        if not deferred:
-            return
+    if not deferred and _takes(found, wanted):
+        return
     code = inspect.unwrap(found).__code__
     form = f"`{'async ' if deferred else ''}def {name}{inspect.signature(found)}`"
-    where = f"{code.co_filename}, line {code.co_firstlineno}"
-    raise InputError(f"storage root {url!r}: {form} in {where}: expected `def {name}({', '.join(wanted)})`")
+    where = f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
+    raise InputError(f"storage root {url!r}: {form} ({where}): expected `def {name}({', '.join(wanted)})`")
+
+
+def _takes(found: Callable[..., Any], values: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(found).bind(*values)
+    except TypeError:
+        return False
+    return True
 
 
 def _found(scheme: str, url: str, ours: Collection[str]) -> Any:
@@ -86,4 +78,4 @@ def _called(url: str, call: Callable[[], Any]) -> Any:
     except RatchetError:
         raise
     except (Exception, SystemExit) as error:
-        raise InputError(f"storage root {url!r}: {told(error)}. {GIVE}") from error
+        raise InputError(f"storage root {url!r}: {type(error).__name__}: {error}{user_line(error)}. {GIVE}") from error

@@ -20,8 +20,16 @@ from storage import layout
 from storage.backends.backend import Backend, Stored, Upload
 from storage.backends.local import LocalFiles
 from storage.backends.objects import ObjectStore
-from storage.backends.own import GIVE, own_backend, told
-from storage.errors import InputError, NotCommitted, RatchetError, StorageError, StorageInterrupted, StorageUnavailable
+from storage.backends.own import GIVE, own_backend
+from storage.errors import (
+    InputError,
+    NotCommitted,
+    RatchetError,
+    StorageError,
+    StorageInterrupted,
+    StorageUnavailable,
+    user_line,
+)
 from storage.meter import measured
 
 logger = logging.getLogger(__name__)
@@ -282,7 +290,7 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
     except Exception as error:
         if isinstance(error, RatchetError) or type(root.backend) in OURS.values():
             raise
-        fact = f"the backend of {root.url} fails at {key}: {told(error)}"
+        fact = f"the backend of {root.url} fails at {key}: {type(error).__name__}: {error}{user_line(error)}"
         raise StorageUnavailable(
             f"{fact}. Correct it: a backend raises FileNotFoundError for an object that is not there, and OSError or "
             "one of its `failures` if it fails"

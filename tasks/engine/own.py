@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from storage.errors import InputError, RatchetError
+from storage.errors import InputError, RatchetError, user_line
 from tasks.config.run import ENGINES, EngineSection
 from tasks.engine.base import BaseEngine
 from tasks.engine.protocol import (
@@ -28,7 +28,7 @@ from tasks.engine.protocol import (
     Increment,
 )
 from trainer_core.objectives.user_config import found_code
-from trainer_core.user_code import UserFunction, defers, line_of, refuses, written
+from trainer_core.user_code import UserFunction, defers, refuses, written
 
 _METHODS = {name: one for name, one in vars(EngineProtocol).items() if inspect.isfunction(one) and name[0] != "_"}
 _REASONS = ("stop", "length", "abort")
@@ -209,7 +209,7 @@ def _refusing(target: UserFunction) -> Iterator[None]:
     except (RatchetError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        told = f"{type(error).__name__}: {error}{line_of(error, target.place)}"
+        told = f"{type(error).__name__}: {error}{user_line(error)}"
         raise InputError(f"{_named(target)} fails: {told}") from error
 
 

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from storage.errors import InputError, NumericsError, RatchetError
+from storage.errors import InputError, NumericsError, RatchetError, user_line
 from trainer_core.objectives.advantage_config import UserAdvantage
 from trainer_core.objectives.loss_config import UserLoss
 from trainer_core.objectives.scored import ScoredSamples
 from trainer_core.objectives.tokens import TokenLoss, Tokens
 from trainer_core.objectives.user_config import UserTable, found_code
-from trainer_core.user_code import UserFunction, line_of
+from trainer_core.user_code import UserFunction
 
 _KEYS = {UserAdvantage: "train.policy.advantage", UserLoss: "train.policy.loss"}
 _GIVEN = {UserAdvantage: "scored", UserLoss: "tokens"}
@@ -128,9 +128,9 @@ def _refusing(key: str, target: UserFunction) -> Iterator[None]:
     try:
         yield
     except RatchetError as error:
-        raise InputError(f"{_named(key, target)}: {error}{line_of(error, target.place)}") from None
+        raise InputError(f"{_named(key, target)}: {error}{user_line(error)}") from None
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        told = f"{type(error).__name__}: {error}{line_of(error, target.place)}"
+        told = f"{type(error).__name__}: {error}{user_line(error)}"
         raise InputError(f"{_named(key, target)} fails: {told}") from error
 
 

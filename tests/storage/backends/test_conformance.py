@@ -145,7 +145,7 @@ class Whole(Backend):
 
 """
 MODULES = {
-    "broken": ("import nothing_of_that_name", "ModuleNotFoundError in .*mine.py, line 1"),
+    "broken": ("import nothing_of_that_name", r"ModuleNotFoundError: .* \(mine.py, line 1\)"),
     "missing": ("Other = 1", "has no 'Mine'"),
     "number": ("Mine = 3", "'int' object is not callable"),
     "foreign": ("class Mine:\n    def __init__(self, url): pass", "Mine is not a subclass of storage.backends"),
@@ -155,13 +155,16 @@ MODULES = {
     ),
     "unlike": (
         f"{WHOLE}class Mine(Whole):\n    def read(self): ...",
-        r"`def read\(self\)` in .*mine.py, line 12: expected `def read\(self, key\)`",
+        r"`def read\(self\)` \(mine.py, line 12\): expected `def read\(self, key\)`",
     ),
-    "async": (f"{WHOLE}class Mine(Whole):\n    async def info(self, key): ...", "`async def info.*line 12: expected"),
-    "ends": ("raise SystemExit(3)", "SystemExit in .*mine.py, line 1: 3"),
+    "async": (
+        f"{WHOLE}class Mine(Whole):\n    async def info(self, key): ...",
+        r"`async def info.*line 12\): expected",
+    ),
+    "ends": ("raise SystemExit(3)", r"SystemExit: 3 \(mine.py, line 1\)"),
     "raising": (
         "class Mine:\n    def __init__(self, url):\n        raise ValueError('no')",
-        "ValueError in .*line 3: no",
+        r"ValueError: no \(mine.py, line 3\)",
     ),
 }
 
@@ -181,7 +184,7 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_place(tmp_path, kind)
         ("no_such_package.module:Mine://here", "no_such_package"),
         ("s3://", "names no place"),
         (f"{EXAMPLE}:SQLite:/folder/runs.db", "names no place"),
-        (f"{EXAMPLE}://relative.db", "ValueError in .*backend.py, line .*not an absolute path"),
+        (f"{EXAMPLE}://relative.db", r"ValueError: .*not an absolute path.* \(backend.py, line "),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(url, words):
@@ -191,7 +194,7 @@ def test_a_name_that_leads_nowhere_is_refused(url, words):
 
 def test_an_error_of_a_backend_that_it_does_not_name_is_told_with_its_line(tmp_path):
     (tmp_path / "mine.py").write_text(f"{WHOLE}class Mine(Whole):\n    def info(self, key): return {{}}[key]\n")
-    with pytest.raises(StorageUnavailable, match=r"fails at run: KeyError in .*mine.py, line 12: 'run'\. Correct it"):
+    with pytest.raises(StorageUnavailable, match=r"fails at run: KeyError: 'run' \(mine.py, line 12\)\. Correct it"):
         open_root(f"{tmp_path}/mine.py:Mine://here").exists("run")
 
 
