@@ -34,8 +34,8 @@ OWN_ENGINE = (
         "own-engine-other-signature",
         "a method with another signature is found out in the middle of a run",
         "tasks/engine/own.py",
-        "(refuses(found, *wanted) or defers(found))",
-        "defers(found)",
+        "(head := mismatch(found, *inspect.signature(method).parameters)) is not None:",
+        "(head := mismatch(found, *inspect.signature(found).parameters)) is not None:",
         _OWN,
     ),
     Mutant(

@@ -204,8 +204,8 @@ TASKS = (
         "tracker-taken-as-it-is",
         "a user's tracker without the methods of one is met in the run",
         "flows/views/trackers.py",
-        "        if refuses(function, None, None) or defers(function):\n",
-        "        if function is found:\n",
+        "        if (head := mismatch(function, None, None)) is not None:\n",
+        "        if (head := mismatch(function, *inspect.signature(function).parameters)) is not None:\n",
         ("tests/flows/views/test_trackers.py",),
     ),
     Mutant(

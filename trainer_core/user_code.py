@@ -11,7 +11,7 @@ import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -123,32 +123,6 @@ def source_digest(function: UserFunction) -> str:
             pending += _imports(texts[file], file, folder, package)
     digests = [xxhash.xxh3_128_hexdigest(text) for _, text in sorted(texts.items())]
     return digests[0] if len(digests) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
-
-
-def refuses(function: Callable[..., Any], *arguments: object) -> bool:
-    """True if a function cannot be called with so many arguments. Of one written in C only its call tells."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return True
-    except ValueError:
-        return False
-    return False
-
-
-def defers(function: Callable[..., Any]) -> bool:
-    """True if a call of a function runs nothing of it, but returns a coroutine or a generator."""
-    return inspect.isgeneratorfunction(function) or _is_async(function)
-
-
-def written(function: Callable[..., Any]) -> str:
-    """The head of a function, as `async def name(parameters)`."""
-    head = f"`{'async ' * _is_async(function)}def {function.__name__}{inspect.signature(function)}`"
-    return f"{head} with yield" if inspect.isgeneratorfunction(function) else head
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def _module_file(function: UserFunction) -> Path:

@@ -156,10 +156,11 @@ def of_collection(found: Collection, each: bool = False) -> list[str]:
             (place, count(len(some), "object"), size(sum(one.bytes for one in some)), reason)
             for (place, reason), some in _by_place(found.garbage).items()
         ]
-    verb = "removed, {} freed" if found.applied else "could be removed, which frees {}; --apply does it"
+    verb = "removed, {} freed" if found.applied else "can be removed, which would free {}: --apply does it"
     unreadable = [f"unreadable, of run {one.run}: {one.reason}" for one in found.unreadable]
     kept = ["No part counts as garbage until these records can be read, because they may name it:", *unreadable]
     total = f"{count(len(found.garbage), 'object')} of run {found.run} {verb.format(size(found.bytes))}"
+    total = total if found.garbage else f"nothing of run {found.run} can be removed"
     return [*table(rows), total, *(kept if unreadable else [])]
 
 

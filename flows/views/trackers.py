@@ -17,6 +17,7 @@ from storage import layout
 from storage.backends.root import Root
 from storage.digest import value_digest
 from storage.errors import InputError, NotCommitted, user_line
+from storage.functions import mismatch, refuses
 from storage.manifest import need
 from storage.revisions import read_revisions
 from tasks.config.credentials import shown
@@ -25,7 +26,7 @@ from tasks.config.identity import Document, leaves
 from tasks.config.report import ReportSection
 from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
-from trainer_core.user_code import UserFunction, defers, find_function, refuses, written
+from trainer_core.user_code import UserFunction, find_function
 
 _GROUP, _KEY = "ratchet.trackers", "report.trackers"
 _PROJECT = "ratchet"
@@ -135,8 +136,8 @@ def _check(target: UserFunction) -> None:
         function = inspect.getattr_static(found, method, None)
         if not inspect.isfunction(function):
             raise InputError(f"{place}: a tracker needs a method {method}(self, x), which is given {given}")
-        if refuses(function, None, None) or defers(function):
-            line = f"line {function.__code__.co_firstlineno}, has {written(function)}"
+        if (head := mismatch(function, None, None)) is not None:
+            line = f"line {function.__code__.co_firstlineno}, has {head}"
             raise InputError(f"{place}, {line}: a tracker needs a method {method}(self, x), which is given {given}")
 
 

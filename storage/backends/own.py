@@ -11,6 +11,7 @@ from typing import Any
 
 from storage.backends.backend import Backend
 from storage.errors import InputError, RatchetError, user_line
+from storage.functions import mismatch
 
 GIVE = "Give a folder, s3://bucket/prefix, or file.py:CLASS://PLACE with a backend of your own"
 _GROUP = "ratchet.stores"
@@ -25,27 +26,14 @@ def own_backend(scheme: str, url: str, ours: Collection[str]) -> Backend:
         raise InputError(f"storage root {url!r}: {type(made).__name__} is not a subclass of storage.backends.Backend")
     for name, method in vars(Backend).items():
         found = inspect.getattr_static(made, name)
-        if name[0] != "_" and inspect.isfunction(found) and found is not method:
-            _check_method(url, name, found, tuple(inspect.signature(method).parameters))
+        if name[0] == "_" or not inspect.isfunction(found) or found is method:
+            continue
+        wanted = inspect.signature(method).parameters
+        if (head := mismatch(found, *wanted, may_yield=True)) is not None:
+            place = f"{Path(found.__code__.co_filename).name}, line {found.__code__.co_firstlineno}"
+            fact = f"storage root {url!r}: {type(made).__name__} has {head} ({place})"
+            raise InputError(f"{fact}: expected `def {name}({', '.join(wanted)})`")
     return made
-
-
-def _check_method(url: str, name: str, found: Callable[..., Any], wanted: tuple[str, ...]) -> None:
-    deferred = inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found)
-    if not deferred and _takes(found, wanted):
-        return
-    code = inspect.unwrap(found).__code__
-    form = f"`{'async ' if deferred else ''}def {name}{inspect.signature(found)}`"
-    where = f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
-    raise InputError(f"storage root {url!r}: {form} ({where}): expected `def {name}({', '.join(wanted)})`")
-
-
-def _takes(found: Callable[..., Any], values: tuple[str, ...]) -> bool:
-    try:
-        inspect.signature(found).bind(*values)
-    except TypeError:
-        return False
-    return True
 
 
 def _found(scheme: str, url: str, ours: Collection[str]) -> Any:

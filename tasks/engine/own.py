@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.errors import InputError, RatchetError, user_line
+from storage.functions import mismatch, refuses
 from tasks.config.run import ENGINES, EngineSection
 from tasks.engine.base import BaseEngine
 from tasks.engine.protocol import (
@@ -28,7 +29,7 @@ from tasks.engine.protocol import (
     Increment,
 )
 from trainer_core.objectives.user_config import found_code
-from trainer_core.user_code import UserFunction, defers, refuses, written
+from trainer_core.user_code import UserFunction
 
 _METHODS = {name: one for name, one in vars(EngineProtocol).items() if inspect.isfunction(one) and name[0] != "_"}
 _REASONS = ("stop", "length", "abort")
@@ -51,9 +52,8 @@ def load_engine(target: UserFunction) -> type[Any]:
     for name, method in {**_METHODS, **{name: vars(BaseEngine)[name] for name in own}}.items():
         if (found := inspect.getattr_static(kind, name, None)) is None or found is method:
             raise _unlike(target, kind, f"has no method {name!r}", _form(name, method))
-        wanted = inspect.signature(method).parameters
-        if inspect.isfunction(found) and (refuses(found, *wanted) or defers(found)):
-            raise _unlike(target, found, f"has {written(found)}", _form(name, method))
+        if inspect.isfunction(found) and (head := mismatch(found, *inspect.signature(method).parameters)) is not None:
+            raise _unlike(target, found, f"has {head}", _form(name, method))
     if refuses(kind, "spec"):
         raise _unlike(target, kind, f"is made with {inspect.signature(kind)}", "__init__(self, spec)")
     return kind

@@ -23,7 +23,7 @@ from trainer_core.batches.routes import Routing
 from trainer_core.config import experts_of
 from trainer_core.objectives.objective_config import PolicyConfig, check_sampling
 
-_UNSCORED = "let their run go on, set retrain.rescore, or train with an objective that needs none (sft)"
+_UNSCORED = "let their run go on, set retrain.rescore, or train with an objective that needs none, such as sft"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
 
@@ -114,7 +114,7 @@ def _check_content(config: RunConfig, selecting: Selecting, ranges: Ranges) -> N
         given = {"where": section.where, "since": section.since, "limit": section.limit}
         keys = [f"retrain.{key} = {value!s}" for key, value in given.items() if value]
         filtered = f", and {', '.join(keys)} leaves none: change that" if keys else ""
-        unscored = f"; left out are {selecting.unscored} rollouts without scores: {_UNSCORED}"
+        unscored = f"; rollouts without scores, which were left out: {selecting.unscored} ({_UNSCORED})"
         fact = f"nothing is selected: {selecting.examined} samples were examined{filtered}"
         raise InputError(fact + (unscored if selecting.unscored else ""))
     if ranges.without_logprobs and policy.needs_advantages:

@@ -242,7 +242,12 @@ def imported(root: Root, **changes: Any) -> str:
         ({"temperature": 1.0, "top_p": 0.5}, {}, (), "top_p of the selected samples"),
         ({"temperature": 1.0, "logprobs": None}, {}, (), "without log-probabilities"),
         ({"temperature": 1.0}, {"rescore": True}, (), "cannot be scored again"),
-        ({"temperature": 1.0, "reward": None}, {}, (), "left out are 1 rollouts without scores: let their run go on"),
+        (
+            {"temperature": 1.0, "reward": None},
+            {},
+            (),
+            "rollouts without scores, which were left out: 1",
+        ),
         ({"temperature": 0.5}, {"select": ["theirs", RUN]}, (), "at the temperatures 0.5, 1"),
     ],
 )

@@ -147,7 +147,7 @@ def test_gc_touches_nothing_until_it_is_told(call, root: Root):
     code, document, said = call("gc", "run", "--keep-newest", "1")
     states = [need(root, "run", n, Stage.TRAIN).parts[0].key for n in range(4)]
     assert (code, {one["key"] for one in document["garbage"]}, document["bytes"]) == (0, set(states[1:3]), 2000)
-    assert "2 objects of run run could be removed, which frees 2.0 KiB; --apply does it" in said
+    assert "2 objects of run run can be removed, which would free 2.0 KiB: --apply does it" in said
     assert all(root.exists(key) for key in states)
     assert "removed" in call("gc", "run", "--keep-newest", "1", "--apply")[2]
     assert [root.exists(key) for key in states] == [True, False, False, True]

@@ -14,4 +14,6 @@ def test_a_job_that_fails_is_said_once_and_the_next_are_tried():
     lane.finish(time.monotonic() + 60)
     assert done == [2, 1]
     (text,) = said
-    assert text.startswith("name: ZeroDivisionError: integer division or modulo by zero. The run goes on; later")
+    assert text.startswith(
+        "name: ZeroDivisionError: integer division or modulo by zero (test_lane.py, line 13). The run"
+    )
