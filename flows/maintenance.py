@@ -56,8 +56,8 @@ class Maintenance(BaseModel, frozen=True, extra="forbid"):
 def maintain_root(
     root: Root, upkeep: Upkeep, chosen: Sequence[str] = (), say: Callable[[str], object] = lambda _: None
 ) -> Maintenance:
-    """Do the upkeep of all runs, or of the chosen ones; `say` is told of each run once it is done. Raises InputError if
-    a chosen run does not exist, StorageInterrupted if the store does not answer."""
+    """Do the upkeep of all runs, or of the chosen ones; `say` is called with a line for each finished run. Raises
+    InputError if a chosen run does not exist, StorageInterrupted if the store does not answer."""
     for name in chosen:
         require_run(root, name)
     done: list[RunUpkeep] = []

@@ -54,8 +54,8 @@ class Subflows:
     def __init__(
         self, run: str, last: int, advanced: Callable[[Portion], None] | None = None, patience_s: float = PATIENCE_S
     ) -> None:
-        """Subflows of the run with that id, up to iteration `last`. `advanced` is told of each portion of a stage, and
-        an iteration waits at most `patience_s` for its subflow."""
+        """Subflows of the run with that id, up to iteration `last`. `advanced` is called with each portion of a stage.
+        An iteration waits at most `patience_s` for its subflow."""
         self._run, self._parent = run, contextvars.copy_context()
         self._last, self._advanced, self._patience_s = last, advanced, patience_s
         self._iterations: list[_Iteration] = []

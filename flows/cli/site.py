@@ -25,7 +25,8 @@ AtOnce = Annotated[
     ),
 ]
 Notify = Annotated[
-    str | None, Parameter(help="URL of a webhook that is told of each flow run that fails, or env:NAME; off ends that.")
+    str | None,
+    Parameter(help="URL of a webhook for each flow run that fails, or env:NAME; off ends the calls."),
 ]
 Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 

@@ -40,7 +40,7 @@ class Wanted:
     database: str | None = None  # URL of the server's database; None keeps what the site has
     at_once: int | None = None  # flow runs that the worker executes at the same time
     notify: str | None = None
-    """URL of a webhook that is told of each flow run that ends red; `off` ends that; None keeps what the site has."""
+    """URL of a webhook for each flow run that ends red; `off` ends the calls; None keeps what the site has."""
 
 
 class Site(BaseModel, frozen=True, extra="forbid"):

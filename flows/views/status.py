@@ -81,7 +81,7 @@ def apart_lines(changes: Changes) -> list[str]:
     named = {"mean reward": changes.reward, "held-out evaluation": changes.held_out_reward}
     why = "are of another reward function, or of other prompts; they are not compared"
     apart = {name: change.since for name, change in named.items() if change.apart}
-    return [f"{name}: earlier values than that of iteration {since} {why}" for name, since in apart.items()]
+    return [f"{name}: values before iteration {since} {why}" for name, since in apart.items()]
 
 
 def _change(records: Sequence[IterationRecord], value: Callable[[IterationRecord], float | None], *by: str) -> Change:

@@ -45,7 +45,7 @@ def _found(scheme: str, url: str, ours: Collection[str]) -> Any:
         module.__file__ = place
         sys.modules[module.__name__] = module  # dataclasses and pickle look for it
         if (folder := str(Path(place).parent)) not in sys.path:
-            sys.path.insert(0, folder)  # for the files beside it
+            sys.path.append(folder)  # for the files beside it, which hide no other module
         exec(compile(Path(place).read_bytes(), place, "exec"), vars(module))
         if name not in vars(module):
             raise InputError(f"storage root {url!r}: {place} has no {name!r}. {GIVE}")

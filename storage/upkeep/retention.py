@@ -141,7 +141,7 @@ def give_up(
     iteration = 0
     if oldest > 1 and _stored(root, run, oldest, stage, seen) == oldest:  # else the one before it is still needed
         found = _stored(root, run, oldest - 1, stage, seen)
-        iteration = oldest - 1 if found is None else found  # one that cannot be read is told of below
+        iteration = oldest - 1 if found is None else found  # one that cannot be read is reported below
     if retention.keeps(iteration, served):
         return Collection(run=run, applied=True)
     cleaning = _Cleaning(root, run, fence=fence)

@@ -193,7 +193,7 @@ class Judge(Frozen):
 
 @dataclass
 class _Asking:
-    """A judge with whoever answers for it; used by several threads."""
+    """A judge and the server or engine that answers for it; used by several threads."""
 
     judge: Judge
     respondent: Respondent

@@ -173,7 +173,7 @@ def _filter_of_calls() -> bytes:
 def _options(limits: ProgramLimits, source: int, calls: int, telling: int) -> list[str]:
     """Options of bubblewrap, up to the command that it runs. What may limit the number of files must not run the
     program: so there is a second user namespace, in which no further one can be made. The limit of processes does not
-    bind root, so root becomes a user that nobody else is before it enters that."""
+    bind root, so root becomes a user id that no other process has before it enters that."""
     as_root = os.geteuid() == 0
     nobody = f"{_FIRST_USER + random.SystemRandom().randrange(10**9)}"
     user = (

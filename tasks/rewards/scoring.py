@@ -117,7 +117,7 @@ def _source(order: ScoringOrder) -> str:
 
 
 def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str, str]:
-    """The sources by the names of functions; of two files with one name the second has that of its part before it."""
+    """Sources by the names of functions. Of two files with one name, the second is named after its part too."""
     found: dict[str, str] = {}
     for part, name in [(part.name, find_reward(part.function).name) for part in section.parts]:
         if found.setdefault(name, sources[part]) != sources[part]:

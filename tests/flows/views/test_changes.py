@@ -58,7 +58,7 @@ def test_a_change_begins_with_the_function_that_gave_the_last_value(other: dict[
     assert found.held_out_reward == Change(first=0.9, last=0.95, since=1, apart=True)
     assert found.pass_rate == Change(first=0.2, last=0.3, since=1, apart=True)
     (said,) = apart_lines(found)
-    assert "earlier values than that of iteration 1 are of another reward function" in said
+    assert "values before iteration 1 are of another reward function" in said
 
 
 def test_another_condition_ends_the_pass_rate_and_not_the_mean_reward():

@@ -8,7 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tasks.config.playing import EnvironmentSection
+from tasks.config.reward import EnvironmentSection
 from tasks.environments.hosting import Host
 from tests.tasks.endpoint.talking import DROPPING, Policy, Stopping, check_rows, codec_of, talking
 
