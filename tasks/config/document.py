@@ -102,7 +102,7 @@ def parse_config(document: Mapping[str, Any], where: str) -> RunConfig:
 
 def explained(error: ValidationError) -> str:
     """Flaws of a configuration, one line each, without the secrets in it."""
-    flaws = [dict(item) for item in error.errors()]
+    flaws: list[dict[str, Any]] = [dict(item) for item in error.errors()]
     bad = {flaw["loc"][:-1] for flaw in flaws}  # pydantic counts what is left of a list without its bad elements
     return "\n".join(f"  {_explain(one)}" for one in flaws if one["type"] != "too_short" or one["loc"] not in bad)
 
