@@ -10,7 +10,6 @@ from storage.errors import InputError
 from storage.manifest import Manifest
 from storage.upkeep.catalog import Contents, contents, require_run
 from tasks.config.evaluation import ASKED, EXACT, PASS, SCORED_BY
-from tasks.config.stored import stored_config
 from tasks.stages.names import Stage
 
 BEST, PASSES = "best", "pass"
@@ -46,8 +45,8 @@ def choose(root: Root, which: str) -> Chosen:
     require_run(root, run)
     recorded = contents(root, run)
     if not (kept := _kept(recorded)):
-        stored_config(root, run)  # refuses a run of imported samples
-        raise InputError(f"run {run!r} has no complete iteration yet: let it finish iteration 0 first")
+        fact = f"run {run!r} has no complete iteration yet"
+        raise InputError(f"{fact}: let it finish iteration 0 first. Imported samples have no weights")
     if not at:
         return Chosen(run, kept[-1], recorded)
     best, _, measure = wanted.partition(".")

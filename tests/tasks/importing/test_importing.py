@@ -130,7 +130,7 @@ def test_it_is_done_once_and_completed_after_a_crash(root, tmp_path):
 def test_samples_without_a_score_leave_no_part_of_scores(root, tmp_path):
     assert import_samples(root, order(jsonl(tmp_path, [{**ROW, "reward": None}]))).scored == 0
     assert verify(root, "ext").findings == ()
-    with pytest.raises(InputError, match="'ext' holds imported samples"):
+    with pytest.raises(InputError, match="Imported samples have no weights"):
         choose(root, "ext")
 
 
