@@ -23,7 +23,7 @@ from tasks.workers.interface import EngineHandle, Pending, TrainerGroup
 from tasks.workers.placement import transport
 from trainer_core.collector import paused
 from trainer_core.protocol import Planned, Sent, TrainerProtocol
-from trainer_core.weights.channel import Channel, fail
+from trainer_core.weights.channel import Channel, Transport, fail
 from trainer_core.weights.plan import Form
 
 _DEADLINE_S = 600.0  # for which one side waits for the other
@@ -82,9 +82,7 @@ def deliver(
     place = context.workers.placement()
     way = transport(section.transport, place)
     with _between_hosts(context, version) if place.apart else scratch(memory=way != "files") as folder:
-        receivers = len(engines) * context.config.engine.tensor
-        deadline_s = min(_DEADLINE_S, _SHARE * context.config.workers.call_deadline_s)
-        channel = Channel(transport=way, folder=str(folder), receivers=receivers, deadline_s=deadline_s)
+        channel = _channel(context, way, folder, len(engines))
         update = _Update(context, engines, group, channel, stored, noted, form)
         try:
             with paused():
@@ -106,6 +104,15 @@ def _between_hosts(context: RunContext, version: int) -> Iterator[str]:
         for written in root.keys(key):
             root.remove(written)
         root.remove_empty(key)
+
+
+def _channel(context: RunContext, way: Transport, folder: Path | str, engines: int) -> Channel:
+    return Channel(
+        transport=way,
+        folder=str(folder),
+        receivers=engines * context.config.engine.tensor,
+        deadline_s=min(_DEADLINE_S, _SHARE * context.config.workers.call_deadline_s),
+    )
 
 
 @dataclass
