@@ -1,5 +1,6 @@
 """The tables `[reward]`, how responses are scored, and `[environment]`, conversations in place of plain answers."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, FiniteFloat, JsonValue, create_model, model_validator
@@ -9,15 +10,15 @@ from tasks.config.section import Section
 from trainer_core.marks import FUNCTION, RUNTIME
 
 
-def _by_reference(arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def _by_reference(place: str, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """The arguments. Raises ValueError: one looks like a secret, and is not given by reference."""
-    if found := [path.lstrip(".") for path in literal_secrets(arguments, "")]:
+    if found := list(literal_secrets(arguments, place)):
         fact = f"{' and '.join(found)} would be stored with the run, and looks like a secret"
         raise ValueError(f'{fact}: give it by reference, as "env:NAME", and export NAME')
     return arguments
 
 
-Arguments = Annotated[dict[str, JsonValue], AfterValidator(_by_reference)]
+Arguments = dict[str, JsonValue]
 Weights = dict[str, FiniteFloat]
 _DEFAULT = "exact_match"
 
@@ -39,7 +40,7 @@ class RewardFunction(Section):
     """As `reward.function`."""
     weight: FiniteFloat = 1.0
     """Factor in the reward; 0 records the component without rewarding it."""
-    arguments: Arguments = Field(default={})
+    arguments: Annotated[Arguments, AfterValidator(partial(_by_reference, "arguments"))] = Field(default={})
     """As `reward.arguments`."""
     weights: Weights = Field(default={})
     """As `reward.weights`."""
@@ -59,7 +60,7 @@ class RewardSection(_Tried):
     """Name of an entry point in the group `ratchet.rewards`, `package.module:function`, or `file.py:function` with a
     file beside the configuration or in the working directory. Of a file only the name is meaning, not the folder and
     not the content: a changed file applies to the iterations that are not scored yet."""
-    arguments: Arguments = Field(default={})
+    arguments: Annotated[Arguments, AfterValidator(partial(_by_reference, "reward.arguments"))] = Field(default={})
     """Keyword arguments bound to the function. A secret is given as "env:NAME", a reference to the environment."""
     weights: Weights = Field(default={})
     """For a function that returns named components: their factors in the reward; 1 for those that are not named."""
@@ -113,7 +114,7 @@ class EnvironmentSection(Section):
     seed)` that drives conversations through a client of the run's endpoint: `file.py:NAME` with a file beside the
     configuration or in the working directory, `package.module:NAME`, or an entry point of the group
     `ratchet.environments`."""
-    arguments: Arguments = Field(default={})
+    arguments: Annotated[Arguments, AfterValidator(partial(_by_reference, "environment.arguments"))] = Field(default={})
     """Keyword arguments of the class. A secret is given as "env:NAME", a reference to the environment."""
     model: str = "policy"
     """Name of the model that clients of a function `drive` give; another one is refused."""

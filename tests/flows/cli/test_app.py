@@ -163,7 +163,7 @@ def test_a_literal_secret_is_refused_before_the_start(
     command = ["run", str(config_file), "--set", "reward.arguments.api_key=sk-4711"]
     assert execute([*command, "--run", "a", "--root", str(tmp_path / "runs")]) == 2
     captured = capsys.readouterr()
-    assert "reward.arguments: api_key would be stored with the run" in captured.err
+    assert "reward.arguments.api_key would be stored with the run" in captured.err
     assert '"env:NAME"' in captured.err
     assert "sk-4711" not in captured.err
     assert not list(tmp_path.rglob("run.json"))
