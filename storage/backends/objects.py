@@ -132,6 +132,11 @@ def client_errors() -> tuple[type[Exception], ...]:
     return BotoCoreError, ClientError, *_connection_errors()
 
 
+def url_errors(url: str) -> tuple[type[Exception], ...]:
+    """Errors that fsspec raises about a place that cannot be reached, read or written."""
+    return OSError, ImportError, ValueError, *(client_errors() if url.startswith("s3") else ())
+
+
 @functools.cache
 def _connection_errors() -> tuple[type[Exception], ...]:
     from aiohttp import ClientError as ConnectionFailed

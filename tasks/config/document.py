@@ -13,7 +13,7 @@ from typing import Any
 import fsspec
 from pydantic import ValidationError
 
-from storage.backends.objects import client_errors
+from storage.backends.objects import url_errors
 from storage.errors import InputError
 from tasks.config.credentials import referenced, shown, shown_setting, shown_text
 from tasks.config.keys import NONE, Models, models_in, placed, type_of
@@ -68,7 +68,6 @@ def without_blanks(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_document(path: str) -> dict[str, Any]:
     """The content of a TOML file (any fsspec URL). Raises InputError: it cannot be read or parsed."""
-    unreadable = (OSError, ImportError, ValueError, *(client_errors() if path.startswith("s3") else ()))
     try:
         with fsspec.open(path, "rb") as file:
             return tomllib.loads(file.read().decode())  # pyright: ignore[reportAttributeAccessIssue]
@@ -76,7 +75,7 @@ def read_document(path: str) -> dict[str, Any]:
         raise InputError(f"configuration {shown_text(path)} does not exist: give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"configuration {shown_text(path)} is not valid TOML: {error}") from None
-    except unreadable as error:
+    except url_errors(path) as error:
         raise InputError(f"configuration {shown_text(path)} cannot be read: {shown_text(str(error))}") from None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 
+from storage.backends.objects import url_errors
 from storage.errors import InputError
 from storage.ownership.scratch import scratch
 from tasks.config.credentials import referenced
@@ -25,7 +26,6 @@ from trainer_core.config import CAUSAL, CLASSIFIER, is_classifier
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MODEL_KEY = "model.source"
 _STATE = re.compile(r"(.+//)?[\w][\w.-]*@(\d+|best[\w.]*)")  # as `ratchet export` names it, or with its root
-_FAILURES = (OSError, ImportError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,17 @@ class ModelFolder:
     def __str__(self) -> str:
         return f"{self.key} {self.shown}"
 
+    @property
+    def _failures(self) -> tuple[type[Exception], ...]:
+        return url_errors(self.fs.unstrip_protocol(self.path))
+
     def files(self) -> dict[str, int]:
         """Sizes of its files in bytes, by name, sorted. Raises InputError: there is no readable folder."""
         try:
             there = self.fs.ls(self.path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             raise InputError(f"{self} does not exist: give a Hugging Face directory") from None
-        except _FAILURES as error:
+        except self._failures as error:
             raise self._unreadable("it", error) from None
         found = {str(entry["name"]).rstrip("/").rsplit("/", 1)[-1]: entry for entry in there}
         return {name: int(entry["size"]) for name, entry in sorted(found.items()) if entry["type"] != "directory"}
@@ -57,7 +61,7 @@ class ModelFolder:
             return self.fs.cat_file(f"{self.path}/{name}", start=start, end=end)
         except FileNotFoundError:
             raise InputError(f"{self} has no {name}: give a Hugging Face directory") from None
-        except _FAILURES as error:
+        except self._failures as error:
             raise self._unreadable(name, error) from None
 
     def document(self, name: str) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class ModelFolder:
         """Copy a file to `target`. Raises InputError if it cannot be read."""
         try:
             self.fs.get_file(f"{self.path}/{name}", str(target))
-        except _FAILURES as error:
+        except self._failures as error:
             raise self._unreadable(name, error) from None
 
     def with_texts[Read](self, read: Callable[[Path], Read]) -> Read:
@@ -125,7 +129,7 @@ def find_model(section: ModelSection, key: str = MODEL_KEY) -> ModelFolder:
     try:
         fs, path = fsspec.core.url_to_fs(source)
         is_state = _STATE.fullmatch(source) is not None and not fs.exists(path)
-    except _FAILURES as error:
+    except url_errors(source) as error:
         fact = f"{key} {section.source} cannot be read ({without_secrets(str(error))})"
         raise InputError(f"{fact}: give a Hugging Face directory") from None
     if is_state:

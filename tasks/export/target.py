@@ -12,6 +12,7 @@ import fsspec
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
+from storage.backends.objects import url_errors
 from storage.backends.root import check_slashes
 from storage.errors import InputError, StorageError, StorageUnavailable
 from tasks.config.credentials import has_credentials, shown_text
@@ -22,7 +23,6 @@ _MARK = ".unfinished-export"  # present from the first write to the last
 
 _WEIGHTS = re.compile(r"(adapter_)?model.*\.safetensors(\.index\.json)?")
 _BLOCK = 1 << 20
-_FAILURES = (OSError, ImportError, ValueError)
 
 
 class Hashed:
@@ -59,11 +59,12 @@ class ExportFolder:
         if has_credentials(url):
             fact = f"--to {shown_text(url)} has credentials in its URL"
             raise InputError(f"{fact}: give it by reference, as env:NAME, and export NAME")
+        place = str(resolve(url, "--to"))
         try:
-            fs, path = fsspec.core.url_to_fs(str(resolve(url, "--to")))
+            fs, path = fsspec.core.url_to_fs(place)
             target = cls(url, fs, path)
             there = target.names()
-        except _FAILURES as error:
+        except url_errors(place) as error:
             raise InputError(f"--to {url} cannot be used: {without_secrets(str(error))}. Give another folder") from None
         if there and _MARK not in there:
             raise InputError(f"--to {url} is not empty: it holds {there[0]}. Give a new folder, or remove this one")

@@ -2,13 +2,15 @@
 
 import fsspec
 import pytest
+from botocore.exceptions import NoCredentialsError
+from fsspec.spec import AbstractFileSystem
 from huggingface_hub import constants
 
 from storage.errors import InputError
 from tasks.config.model import ModelSection
 from tasks.config.others import KEYS
 from tasks.data.hub import HubId, hub_id, is_hub_id
-from tasks.data.models import copy_files, count_parameters, fill_model_directory, find_model
+from tasks.data.models import ModelFolder, copy_files, count_parameters, fill_model_directory, find_model
 from tasks.model_checks.fitness import check_weights
 from tests.bad_input import models
 
@@ -105,3 +107,17 @@ def test_what_an_id_means(source, meant):
 @pytest.mark.parametrize("source", ["name", "./org/name", "/org/name", "a/b/c", "../name", "~/name", "s3://org/name"])
 def test_what_is_no_id(source):
     assert not is_hub_id(source)
+
+
+class Closed(AbstractFileSystem):
+    """A bucket that this user cannot enter."""
+
+    protocol = "s3"
+
+    def ls(self, path, detail=True, **_):
+        raise NoCredentialsError
+
+
+def test_a_bucket_that_gives_nothing_is_refused():
+    with pytest.raises(InputError, match=r"s3://bucket/m: it cannot be read \(Unable to locate credentials\)"):
+        ModelFolder("s3://bucket/m", Closed(), "bucket/m").files()
