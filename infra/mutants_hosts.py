@@ -162,6 +162,14 @@ HOSTS = (
         _STANDBY,
     ),
     Mutant(
+        "frozen-members-are-not-told",
+        "a run waits hours for a frozen process, and nothing names it",
+        "tasks/workers/silence.py",
+        "            wait.seen[place] = now\n",
+        "",
+        ("tests/tasks/workers/test_actors.py",),
+    ),
+    Mutant(
         "short-calls-are-stalls",
         "calls that come one after the other to the same place are taken for one that stands still",
         "tasks/workers/stalls.py",

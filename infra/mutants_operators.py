@@ -197,7 +197,7 @@ OPERATORS = (
     Mutant(
         "sigterm-while-a-member-works",
         "SIGTERM that arrives while the driver waits for a process ends it as what asked for it, not as a fault of Ray",
-        "tasks/workers/actors.py",
+        "tasks/workers/connection.py",
         "        raise (error.__cause__ or error) from None\n",
         "        raise\n",
         ("tests/tasks/workers/test_actors.py::test_a_signal_that_ends_a_wait_for_a_member_is_no_fault_of_ray",),

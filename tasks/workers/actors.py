@@ -19,6 +19,7 @@ from ray._private.ray_constants import LOG_PREFIX_ACTOR_NAME
 from storage.errors import OutOfMemory, RatchetError, WorkerLost, first_line
 from tasks.workers.cluster import NAMESPACE
 from tasks.workers.connection import CONNECTION
+from tasks.workers.silence import SILENCE, Wait, Where, here
 from tasks.workers.stalls import Watch, current_stage, within
 from trainer_core.progress import listen
 
@@ -79,6 +80,10 @@ class Host:
         """Id of this process."""
         return os.getpid()
 
+    def where(self) -> Where:
+        """This process and its host."""
+        return here()
+
     def calls(self) -> int | None:
         """Number of calls that were begun; None before the object is made."""
         return self._calls if self._held is not None else None
@@ -95,6 +100,7 @@ class WorkerGroup:
         self._ended = False
         self._left: dict[int, Any] = {}
         self._ray = CONNECTION.held_by(self)
+        self._where: list[Any] = []
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
@@ -104,6 +110,7 @@ class WorkerGroup:
     def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
         """Have each member make its object from its own arguments. Does not wait; the first call does."""
         self._start_deadline_s = deadline_s
+        self._where = [actor.where.remote() for actor in self._actors]
         members = zip(self._actors, arguments, strict=True)
         self._starting = [actor.make.remote(factory, own, current_stage()) for actor, own in members]
 
@@ -113,6 +120,7 @@ class WorkerGroup:
         return CONNECTION.call(self._ray, self._send, method, arguments, options)
 
     def _send(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> "PendingCall":
+        self._where = self._where or [actor.where.remote() for actor in self._actors]
         shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
         references = [actor.call.remote(current_stage(), method, *shared, **options) for actor in self._actors]
         return PendingCall(self, references, method)
@@ -125,12 +133,23 @@ class WorkerGroup:
         """Results of a call in the order of members; raises as `Pending.wait`."""
         if self._starting:
             try:
-                self._collect(self._starting, _START, self._start_deadline_s)
+                self._waited(self._starting, _START, self._start_deadline_s)
             except RatchetError:
                 _answered(references, _GRACE_S)  # else Ray prints what a call raises that has no object
                 raise
             self._starting = []
-        return self._collect(references, what, deadline_s)
+        return self._waited(references, what, deadline_s)
+
+    def _waited(self, references: list[Any], what: str, deadline_s: float) -> list[Any]:
+        named = f"{what} ({current_stage()})" if current_stage() else what
+        with SILENCE.over(Wait(named, self._ray, self._places)):
+            return self._collect(references, what, deadline_s)
+
+    def _places(self) -> dict[Where, str]:
+        """Members by their processes, of those that have said where they are."""
+        known = ray.wait(self._where, num_returns=len(self._where), timeout=0)[0] if self._where else []
+        named = dict(zip(self._where, self._labels, strict=True))
+        return {ray.get(reference): named[reference] for reference in known}
 
     def alive(self) -> bool:
         if self._over:

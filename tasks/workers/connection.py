@@ -88,4 +88,4 @@ def _ended(pending: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[An
 
 
 CONNECTION = Connection()
-"""That of this process, which has one Ray at a time."""
+"""Connection of this process, which has one Ray at a time."""

@@ -9,14 +9,21 @@ import gc
 import logging
 import operator
 import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from storage.backends.root import open_root
 from storage.errors import NotCommitted, WorkerLost
 from tasks.workers.actors import ObservedGroup, WorkerGroup, find_groups, fresh_names, lacks_memory, spawn
+from tasks.workers.silence import Silence
+from tasks.workers.stalls import within
 
 WAIT_S = 120.0
 
@@ -154,6 +161,36 @@ def test_a_call_that_takes_too_long_ends_the_group(make_group):
     with pytest.raises(WorkerLost, match=r"did not finish __call__ within 0.5 s and was ended.*call_deadline_s"):
         group.submit("__call__", SlowModule()).wait(0.5)
     assert not group.alive()
+
+
+class Spinning:
+    """Computes until a file is there."""
+
+    def spin(self, path):
+        while not Path(path).exists():
+            pass
+
+
+@pytest.mark.slow
+def test_a_frozen_member_is_told_once_with_its_host_and_call(make_group, tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("tasks.workers.actors.SILENCE", silence := Silence(told.append))
+    group = make_group(Spinning, [(), ()])
+    frozen = psutil.Process(group.processes()[1])
+    with within("train of iteration 3"), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(copy_context().run, lambda: group.submit("spin", f"{tmp_path}/end").wait(WAIT_S))
+        time.sleep(1)  # both have begun
+        frozen.suspend()
+        try:
+            for _ in range(3):
+                silence.look()
+                time.sleep(0.5)
+        finally:
+            frozen.resume()
+            (tmp_path / "end").touch()
+        waiting.result()
+    (line,) = told
+    assert re.match(rf"member 1 on host \S+ stands still in spin \(train of iteration 3\): process {frozen.pid} ", line)
 
 
 @pytest.mark.slow
