@@ -41,6 +41,7 @@ ELSEWHERE = {
     "python -m infra.fuzz_stack": PROVEN,
     "python -m infra.bench.scale": "docs/cluster.md",
     "python -m infra.bench.search": "docs/view.md",
+    "python -m infra.bench.counting": "tests/infra/bench/test_counting.py",
     "python -m infra.examples.tools.make": "tests/test_examples.py",
     "python -m infra.mutants": "tests/test_mutants.py",
     "python -m ratchet": "tests/test_ratchet.py",

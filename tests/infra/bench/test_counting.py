@@ -1,10 +1,13 @@
-"""The learning task with long responses: its answers and its reward."""
+"""The learning task with long responses: its answers, its reward and its files."""
 
 import random
+import sys
 
 import pytest
 
-from infra.bench.counting import HELD_OUT, MOST, Task, leading, tasks, uncarried
+from infra.bench.counting import HELD_OUT, MOST, Task, leading, main, tasks, uncarried
+from tasks.checks import check_content
+from tasks.config.document import load_config
 from tasks.rewards.sample import Sample
 
 SAMPLE = Sample("train-0", 0, 1, "stop", (1,))
@@ -41,3 +44,10 @@ def test_each_number_has_three_digits_and_solutions_count_below_the_limit():
         assert {len(term) for term in [*task.answer.split(","), *said]} == {3}
         assert max(int(term[::-1]) for term in said) < task.limit <= 999
         assert len(said) <= MOST
+
+
+def test_the_files_are_a_run_that_could_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["counting", str(tmp_path), "--small"])
+    main()
+    config = load_config(str(tmp_path / "counting.toml"), ["train.precision=fp32", "engine.precision=fp32"])
+    check_content(config)
