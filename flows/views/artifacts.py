@@ -12,6 +12,7 @@ from uuid import UUID
 from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.context import FlowRunContext
 
 from flows.views.curves import data_uri
@@ -37,15 +38,25 @@ class Shown:
     def __init__(self, key: str, kind: str) -> None:
         self._key, self._kind = key, kind
         self._made: UUID | None = None
+        self._asked = False
 
     def show(self, client: SyncPrefectClient, flow_run: UUID | None, data: Any, description: str) -> None:
         content = json.dumps(data) if self._kind == "table" else data
+        if self._asked and self._made is None:  # the server may have made it, and its answer been lost
+            self._made = _made_before(client, flow_run, self._key)
+        self._asked = True
         if self._made is None:
             place = {"key": self._key, "type": self._kind, "flow_run_id": flow_run}
             order = ArtifactCreate(data=content, description=description, **place)
             self._made = client.create_artifact(order).id
         else:
             client.update_artifact(self._made, ArtifactUpdate(data=content, description=description))
+
+
+def _made_before(client: SyncPrefectClient, flow_run: UUID | None, key: str) -> UUID | None:
+    of_run = ArtifactFilterFlowRunId(any_=None if flow_run is None else [flow_run])
+    chosen = ArtifactFilter(flow_run_id=of_run, key=ArtifactFilterKey(any_=[key]))
+    return next((one.id for one in client.read_artifacts(artifact_filter=chosen, limit=1)), None)
 
 
 def publish(status: RunStatus, png: bytes) -> None:

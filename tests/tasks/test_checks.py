@@ -52,7 +52,7 @@ def test_a_good_configuration_passes(tmp_path):
     [
         ("-tokens.advantages * tokens.logprobs", None),
         ("tokens.logprobs.sum()", "returns Tensor () of torch.float32 as loss"),
-        ("os._exit(3)", "the trial of the objective in train.policy ended with code 3"),
+        ("os._exit(3)", "the code of the objective in train.policy ended its trial with exit code 3: noise"),
     ],
 )
 def test_an_objective_of_the_users_own_is_tried(tmp_path, body, fact):

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
+import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.objects import Artifact
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Running
 
-from flows.views.artifacts import WINDOW
+from flows.views.artifacts import WINDOW, Shown
 from flows.views.history import read_record
 from flows.views.page import LivePage, _annotate, portion_text
 from storage.backends.root import Root
@@ -78,6 +80,23 @@ def test_one_artifact_shows_the_progress_and_one_the_last_iterations(prefect_api
     assert "[Run a in the viewer](http://127.0.0.1:8400/run/a)" in links
     newest = f"| [iteration 3](http://127.0.0.1:8400/run/a/3) | `{root.url}/a/manifests/000003` |"
     assert links.splitlines()[-4] == newest
+
+
+def test_an_artifact_is_not_made_again_where_only_the_answer_was_lost(prefect_api: str, monkeypatch):
+    shown, chosen = Shown("ratchet-lost", "markdown"), ArtifactFilter(key=ArtifactFilterKey(any_=["ratchet-lost"]))
+    with get_client(sync_client=True) as client:
+        create = client.create_artifact
+
+        def lost(order: Any) -> None:
+            create(order)
+            raise httpx.ReadTimeout("no answer")
+
+        monkeypatch.setattr(client, "create_artifact", lost)
+        with pytest.raises(httpx.ReadTimeout):
+            shown.show(client, None, "one", "")
+        monkeypatch.undo()
+        shown.show(client, None, "two", "")
+        assert [one.data for one in client.read_artifacts(artifact_filter=chosen)] == ["two"]
 
 
 def test_the_table_has_a_window(make_run: MakeRun, root: Root):

@@ -95,7 +95,7 @@ def content_of(root: Root, run: str) -> list[tuple]:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("nobody", 1, "child"), "no run 'nobody'.* only parent, taken"),
+        (("nobody", 1, "child"), "no run 'nobody'.* which has parent, taken"),
         (("parent", 4, "child"), "iteration 4 of run 'parent' is not complete; iterations 0 to 3 are"),
         (("parent", 1, "taken"), "'taken' already exists in"),
         (("parent", 1, "Not a name"), "cannot be used"),
