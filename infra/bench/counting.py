@@ -46,7 +46,7 @@ class Task:
         return ",".join(map(written, range(self.first + self.step, self.limit, self.step)))
 
     def solution(self, rng: random.Random) -> str:
-        """The terms as somebody writes them who now and then forgets to carry."""
+        """The terms, some of them added without carrying."""
         terms, last = list[int](), self.first
         while last + self.step < self.limit and len(terms) < MOST:
             last = uncarried(last, self.step) if rng.random() < MISTAKES else last + self.step

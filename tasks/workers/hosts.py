@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from storage import layout
 from storage.backends.root import Root, open_root
@@ -32,8 +32,7 @@ from storage.manifest import Manifest, Part
 from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
 from tasks.config.code_version import code_version
-from tasks.config.environment import host_environment
-from tasks.workers.connection import CONNECTION
+from tasks.workers.connection import CONNECTION, on_host
 from tasks.workers.folders import Folders, Wanted
 from trainer_core.protocol import SavedFiles
 
@@ -145,13 +144,8 @@ def this_node() -> str:
 
 def on_each[R](nodes: Sequence[str], work: Callable[..., R], *arguments: Any, deadline_s: float = _ANSWER_S) -> list[R]:
     """Answers of `work`, done on all these hosts at once. Raises its error, with the host, or WorkerLost: no answer."""
-    options: dict[str, Any] = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": host_environment()}}
     number, task = CONNECTION.number, ray.remote(_do)
-    there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    begun = [
-        CONNECTION.call(number, task.options(scheduling_strategy=node, **options).remote, work, *arguments)
-        for node in there
-    ]
+    begun = [CONNECTION.call(number, on_host(node, task).remote, work, *arguments) for node in nodes]
     end = time.monotonic() + deadline_s
     return [_answer(number, reference, node, end) for reference, node in zip(begun, nodes, strict=True)]
 

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import psutil
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from storage.errors import WorkerLost
-from tasks.config.environment import host_environment
-from tasks.workers.connection import CONNECTION
+from tasks.workers.connection import CONNECTION, on_host
 
 LOOK_S = 20.0
 """Seconds between two looks. A process that lives runs a little, if only to look whether it stands still."""
@@ -114,10 +112,7 @@ def _spent(process: int) -> float:
 def _spent_there(place: Where) -> float:
     if place.node == ray.get_runtime_context().get_node_id():
         return _spent(place.process)
-    options = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": host_environment()}}
-    there = NodeAffinitySchedulingStrategy(place.node, soft=False)
-    asked = ray.remote(_spent).options(scheduling_strategy=there, **options).remote(place.process)
-    return ray.get(asked, timeout=_ANSWER_S)
+    return ray.get(on_host(place.node, ray.remote(_spent)).remote(place.process), timeout=_ANSWER_S)
 
 
 SILENCE = Silence(logger.warning)

@@ -125,13 +125,19 @@ def test_an_iteration_is_under_way_until_its_state_is_durable(prefect_api: str, 
     }  # fmt: skip
 
 
-@pytest.mark.slow
-def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, tmp_path: Path):
-    def at(point: Point, key: str) -> None:
-        if point is Point.PARTS_DONE and layout.place_of(key) == (1, Stage.TRAIN):
+def refusing(point: Point, iteration: int, stage: Stage) -> Callable[[Point, str], None]:
+    """A store that refuses when that stage comes to that point."""
+
+    def at(now: Point, key: str) -> None:
+        if now is point and layout.place_of(key) == (iteration, stage):
             raise StorageUnavailable("the bucket refuses")
 
-    state = drive(root, tmp_path / "scratch", at)
+    return at
+
+
+@pytest.mark.slow
+def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, tmp_path: Path):
+    state = drive(root, tmp_path / "scratch", refusing(Point.PARTS_DONE, 1, Stage.TRAIN))
     assert state.is_failed()
     with pytest.raises(StorageUnavailable, match="the bucket refuses"):
         state.result()
@@ -145,12 +151,7 @@ def test_what_failed_to_be_stored_is_the_red_one(prefect_api: str, root: Root, t
 @pytest.mark.slow
 def test_an_iteration_that_never_began_is_not_shown(prefect_api: str, root: Root, tmp_path: Path):
     """Its subflow run is asked for while the weights of the iteration before it are synced."""
-
-    def at(point: Point, key: str) -> None:
-        if point is Point.STARTED and layout.place_of(key) == (0, Stage.EVALUATE):
-            raise StorageUnavailable("the bucket refuses")
-
-    state = drive(root, tmp_path / "scratch", at)
+    state = drive(root, tmp_path / "scratch", refusing(Point.STARTED, 0, Stage.EVALUATE))
     assert state.is_failed()
     subflows, tasks = found(state, {"evaluate-0"})
     assert subflows == {"a iteration 0": "Failed"}
