@@ -231,4 +231,12 @@ ENVIRONMENTS = (
         "event.answer.weight_version)",
         ("tests/tasks/environments/test_trajectory.py",),
     ),
+    Mutant(
+        "stopped-host-ends-the-run",
+        "a host of environments that a signal has stopped is not replaced",
+        "tasks/environments/hosting.py",
+        "with suppress(TimeoutError):  # of a host",
+        "with suppress(KeyError):  # of a host",
+        ("tests/tasks/environments/test_hosting.py",),
+    ),
 )

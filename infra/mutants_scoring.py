@@ -99,6 +99,22 @@ SCORING = (
         _SECRETS,
     ),
     Mutant(
+        "lost-keeper-costs-a-sample",
+        "a sample has no score because somebody ended the process that keeps its deadline",
+        "tasks/rewards/pool.py",
+        "        if self._lost:  # it runs",
+        "        if False:  # it runs",
+        ("tests/tasks/rewards/test_isolation.py",),
+    ),
+    Mutant(
+        "stopped-function-costs-a-sample",
+        "a sample has no score because somebody stopped the process of its function",
+        "tasks/rewards/worker.py",
+        "if stopped and not before:",
+        "if stopped and before:",
+        ("tests/tasks/rewards/test_isolation.py",),
+    ),
+    Mutant(
         "shortened-before-it-is-cleaned",
         "a scoring process cuts a secret in two that only its owner knows",
         "tasks/rewards/words.py",

@@ -24,7 +24,7 @@ from tasks.rewards.resolve import values_of, variables_of
 from tasks.rewards.sample import Reason
 
 _COMMAND = [sys.executable, "-P", "-m", "tasks.environments.host"]  # -P: no file of the working directory hides ours
-_START_S, _END_S = 120.0, 15.0
+_START_S, _OPEN_S, _END_S = 120.0, 120.0, 15.0
 _HOSTS = 3  # tried in turn
 
 
@@ -69,8 +69,10 @@ class Host:
             with theirs:
                 self._sent({"open": number}, theirs.fileno())
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2 * LARGEST)
-            if await reader.readline():
-                return Opened(self, number, reader, writer)
+            with suppress(TimeoutError):  # of a host that is stopped, and opens nothing
+                async with asyncio.timeout(_OPEN_S):
+                    if await reader.readline():
+                        return Opened(self, number, reader, writer)
             writer.close()
             await self._replace(host)
         raise EnvironmentFailed("exit", f"no process could be started for an environment, by {_HOSTS} hosts")

@@ -114,20 +114,26 @@ class Worker:
     def score(self, responses: Sequence[Response]) -> list[Score]:
         """Scores of one response, or of a batch. Raises Refused (the function could not be imported again), or Stopped
         (another thread has ended the scoring)."""
-        if self._lost:
-            self.__exit__()
-            self._start()
         deadline_s = self._order.deadline_s * len(responses)
         asked = {"records": [dict(one.record) for one in responses], "responses": [one.text for one in responses]}
         if self._wants_sample:
             asked["samples"] = [vars(one.sample) for one in responses]
-        self._send(f"{deadline_s}\t{json.dumps(asked)}\n")
-        answer = self._answer(2 * (deadline_s + self._order.start_deadline_s) + _SLACK_S)  # a late death: again
+        line = f"{deadline_s}\t{json.dumps(asked)}\n"
+        answer = self._asked(line, deadline_s)
+        if self._lost:  # it runs our code: somebody may have ended or stopped it. A function that did does it again
+            answer = self._asked(line, deadline_s)
         if answer["status"] == "refused":
             raise Refused(_clean(answer["detail"]))
         if answer["status"] == "scored":
             return [_safe(Score(**score)) for score in answer["scores"]]
         return [_safe(failed(answer["reason"], answer["detail"]))] * len(responses)
+
+    def _asked(self, line: str, deadline_s: float) -> dict[str, Any]:
+        if self._lost:
+            self.__exit__()
+            self._start()
+        self._send(line)
+        return self._answer(2 * (deadline_s + self._order.start_deadline_s) + _SLACK_S)  # a late death: again
 
     def _start(self) -> None:
         self._lost = False

@@ -82,6 +82,10 @@ class Scorer:
                 raise Ended
         return None
 
+    def stopped(self) -> bool:
+        """True if a signal has stopped it: so it does not have the time that passes."""
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
     def end(self) -> str:
         """The end of the process, in words; it is killed, with everything that it started, if it runs."""
         code = killed_with_descendants(self.pid)
@@ -121,7 +125,9 @@ class Keeper:
 
     def answer(self, deadline_s: float, line: bytes) -> bytes:
         """The answer to one line. A death counts only in a fresh process: it may be due to an earlier sample. A
-        time-out counts only in one that had time for loading, unless that has often not been enough."""
+        time-out counts only in one that had time for loading, unless that has often not been enough; and one that a
+        signal had stopped, only the second time, when the function does that itself."""
+        stopped = False
         while True:
             current = self.started()
             fresh, cold, begun = current.fresh, current.cold, time.monotonic()
@@ -135,7 +141,10 @@ class Keeper:
                     return _line(status="failed", reason="exit", detail=how)
                 continue
             if answer is None:
+                before, stopped = stopped, current.stopped()
                 self._end()
+                if stopped and not before:
+                    continue
                 if not cold and beyond_s > deadline_s:
                     continue  # it may be the first that loads something: again, with the time for that
                 self._allowance_s /= 2 if cold else 1

@@ -119,6 +119,19 @@ def test_a_host_that_is_being_killed_is_replaced_before_anything_is_asked_of_it(
         asyncio.run(play(host))
 
 
+def test_a_host_that_is_stopped_is_replaced(monkeypatch):
+    async def play(host):
+        monkeypatch.setattr("tasks.environments.hosting._OPEN_S", 1.0)
+        (stopped,) = host_processes().values()
+        os.kill(stopped, signal.SIGSTOP)
+        async with await host.open() as opened:
+            assert (await opened.ask(PATIENCE_S, "its beginning", **BEGIN))["observation"] == "1+1="
+        assert list(host_processes().values()) != [stopped]
+
+    with Host(EnvironmentSection(function=f"{FILE}:Sums")) as host:
+        asyncio.run(play(host))
+
+
 def test_the_end_of_a_conversation_of_an_earlier_host_ends_nothing_of_the_present_one():
     section = EnvironmentSection(function=f"{FILE}:Sums")
 

@@ -84,6 +84,17 @@ def test_a_death_after_the_answer_does_not_count_for_the_next_sample():
     assert [score.reward for score in found] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("loses", ["os.kill(os.getppid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+def test_a_process_that_somebody_ends_or_stops_costs_no_sample(tmp_path, loses):
+    (tmp_path / "own.py").write_text(
+        "import os, signal\nfrom pathlib import Path\ndef f(record, response):\n"
+        f"  lost = Path({str(tmp_path / 'lost')!r})\n  if not lost.exists():\n    lost.touch()\n    {loses}\n"
+        "  return float(response)"
+    )
+    found = scores(order(f"{tmp_path}/own.py:f", deadline_s=1.0, start_deadline_s=4.0), ["1", "2"])
+    assert [score.reward for score in found] == [1.0, 2.0]
+
+
 def test_a_function_that_forks_answers_once(tmp_path):
     (tmp_path / "own.py").write_text("import os\ndef f(record, response):\n  os.fork()\n  return float(response)")
     assert [score.reward for score in scores(order(f"{tmp_path}/own.py:f"), list("12345"))] == [1, 2, 3, 4, 5]
