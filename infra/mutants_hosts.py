@@ -6,6 +6,7 @@ _PLACES = ("tests/tasks/workers/test_placement.py",)
 _SURVIVORS = ("tests/tasks/workers/test_survivors.py",)
 _STANDBY = ("tests/tasks/workers/test_standby.py",)
 
+_SILENCE = ("tests/tasks/workers/test_silence.py",)
 _CONNECTION = ("tests/tasks/workers/test_connection.py",)
 
 HOSTS = (
@@ -165,9 +166,41 @@ HOSTS = (
         "frozen-members-are-not-told",
         "a run waits hours for a frozen process, and nothing names it",
         "tasks/workers/silence.py",
-        "            wait.seen[place] = now\n",
+        "        wait.seen[place] = now\n",
         "",
         ("tests/tasks/workers/test_actors.py",),
+    ),
+    Mutant(
+        "full-host-does-not-answer",
+        "of a host whose disk is full, where Ray can begin no process, nothing says what to look for",
+        "tasks/workers/hosts.py",
+        "if isinstance(error, WorkerCrashedError):",
+        "if False:",
+        ("tests/tasks/workers/test_unlike_hosts.py",),
+    ),
+    Mutant(
+        "silent-hosts-are-not-told",
+        "a run waits for a host whose Ray is frozen, and nothing names it",
+        "tasks/workers/silence.py",
+        "if isinstance(now, WorkerLost):",
+        "if not now:",
+        _SILENCE,
+    ),
+    Mutant(
+        "hosts-asked-for-each-wait",
+        "each look asks a host once for each call that waits for it",
+        "tasks/workers/silence.py",
+        "spent = self._spent({place for of_wait in members.values() for place in of_wait})",
+        "spent = {one: now for of_wait in members.values() for one, now in self._spent({*of_wait}).items()}",
+        _SILENCE,
+    ),
+    Mutant(
+        "stopped-below-is-not-told",
+        "a run waits for a process that scores and is stopped, and nothing names it",
+        "tasks/workers/silence.py",
+        "return process.status() == psutil.STATUS_STOPPED",
+        "return process.status() == psutil.STATUS_DEAD",
+        _SILENCE,
     ),
     Mutant(
         "short-calls-are-stalls",

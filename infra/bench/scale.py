@@ -192,7 +192,7 @@ def requests(folder: Path) -> dict[str, float]:
 def started(names: list[str]) -> list[object]:
     """Actors that answer."""
     actors = spawn(names, [{}] * len(names), detached=False)
-    ray.get([actor.pid.remote() for actor in actors])
+    ray.get([actor.where.remote() for actor in actors])
     group = WorkerGroup(names, actors)
     group.start(dict, [()] * len(actors), 600)
     group.submit("copy").wait(600)

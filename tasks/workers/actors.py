@@ -3,7 +3,6 @@
 import errno
 import math
 import operator
-import os
 import sys
 import time
 import uuid
@@ -76,10 +75,6 @@ class Host:
         with within(stage), self._watch.over(method):
             return operator.methodcaller(method, *arguments, **options)(self._held)
 
-    def pid(self) -> int:
-        """Id of this process."""
-        return os.getpid()
-
     def where(self) -> Where:
         """This process and its host."""
         return here()
@@ -110,7 +105,7 @@ class WorkerGroup:
     def start(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
         """Have each member make its object from its own arguments. Does not wait; the first call does."""
         self._start_deadline_s = deadline_s
-        self._where = [actor.where.remote() for actor in self._actors]
+        self._where = self._asked()
         members = zip(self._actors, arguments, strict=True)
         self._starting = [actor.make.remote(factory, own, current_stage()) for actor, own in members]
 
@@ -120,7 +115,7 @@ class WorkerGroup:
         return CONNECTION.call(self._ray, self._send, method, arguments, options)
 
     def _send(self, method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> "PendingCall":
-        self._where = self._where or [actor.where.remote() for actor in self._actors]
+        self._where = self._where or self._asked()
         shared = arguments if len(self._actors) == 1 else [ray.put(argument) for argument in arguments]
         references = [actor.call.remote(current_stage(), method, *shared, **options) for actor in self._actors]
         return PendingCall(self, references, method)
@@ -148,8 +143,16 @@ class WorkerGroup:
     def _places(self) -> dict[Where, str]:
         """Members by their processes, of those that have said where they are."""
         known = ray.wait(self._where, num_returns=len(self._where), timeout=0)[0] if self._where else []
-        named = dict(zip(self._where, self._labels, strict=True))
-        return {ray.get(reference): named[reference] for reference in known}
+        named, found = dict(zip(self._where, self._labels, strict=True)), dict[Where, str]()
+        for reference in known:
+            with suppress(ray.exceptions.RayError):  # it died before it could say so
+                found[ray.get(reference)] = named[reference]
+        return found
+
+    def _host_of(self, label: str) -> str:
+        """The end of a phrase that tells a member's host, if that is known."""
+        places = CONNECTION.call(self._ray, self._places)
+        return next((f" on host {place.host}" for place, name in places.items() if name == label), "")
 
     def alive(self) -> bool:
         if self._over:
@@ -167,12 +170,13 @@ class WorkerGroup:
     def processes(self) -> list[int]:
         """A member that is at work answers once it has ended its call. A group with a dead member is ended."""
         try:
-            return self._collect(CONNECTION.call(self._ray, self._asked), "pid", math.inf)
+            found = self._collect(CONNECTION.call(self._ray, self._asked), "where", math.inf)
         except WorkerLost:
             return []
+        return [place.process for place in found]
 
     def _asked(self) -> list[Any]:
-        return [actor.pid.remote() for actor in self._actors]
+        return [actor.where.remote() for actor in self._actors]
 
     def in_step(self) -> bool:
         """True if all members are idle and have begun the same number of calls, so that new calls can be made."""
@@ -208,7 +212,8 @@ class WorkerGroup:
                 try:
                     results[reference] = CONNECTION.call(self._ray, ray.get, reference)
                 except ray.exceptions.RayError as error:
-                    failures[member] = _explained(error, self._labels[member], what)
+                    label = self._labels[member]
+                    failures[member] = _explained(error, label, f"{what}{self._host_of(label)}")
         if len(results) == len(references):
             return [results[reference] for reference in references]
         if not failures:

@@ -12,10 +12,8 @@ from typing import Any
 from weakref import WeakSet
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from storage.errors import WorkerLost
-from tasks.config.environment import host_environment
 
 _LOOK_S = 1.0  # between two looks of a thread that waits
 _LEAVE_S = 30.0  # longest wait for calls that do not return, as those to a frozen process of Ray
@@ -70,12 +68,6 @@ class Connection:
             self._kept += self._holders
             self._holders, self.check = WeakSet(), _unchecked
             yield
-
-
-def on_host(node: str, task: Any) -> Any:
-    """A task of Ray that is done on the host of that name in Ray, once, beside whatever runs there."""
-    where = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False), "num_cpus": 0}
-    return task.options(max_retries=0, runtime_env={"env_vars": host_environment()}, **where)
 
 
 def _unchecked() -> None:

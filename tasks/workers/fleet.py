@@ -169,7 +169,7 @@ class Fleet(AbstractContextManager["Fleet", None]):
         try:
             release(self._run, self._cluster)
         except RatchetError as failure:
-            text = "the processes of run %s stay on the cluster: %s. `ratchet stop %s` ends them"
+            text = "the processes of run %s stay on the cluster: %s. `ratchet stop %s`, with its --root, ends them"
             logger.warning(text, self._run, failure, self._run)
 
     def _reserve(self, role: str) -> None:

@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError, WorkerCrashedError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from storage import layout
 from storage.backends.root import Root, open_root
@@ -32,7 +32,8 @@ from storage.manifest import Manifest, Part
 from storage.ownership.scratch import scratch
 from storage.parts import PartWriter, materialize
 from tasks.config.code_version import code_version
-from tasks.workers.connection import CONNECTION, on_host
+from tasks.config.environment import host_environment
+from tasks.workers.connection import CONNECTION
 from tasks.workers.folders import Folders, Wanted
 from trainer_core.protocol import SavedFiles
 
@@ -144,10 +145,19 @@ def this_node() -> str:
 
 def on_each[R](nodes: Sequence[str], work: Callable[..., R], *arguments: Any, deadline_s: float = _ANSWER_S) -> list[R]:
     """Answers of `work`, done on all these hosts at once. Raises its error, with the host, or WorkerLost: no answer."""
-    number, task = CONNECTION.number, ray.remote(_do)
-    begun = [CONNECTION.call(number, on_host(node, task).remote, work, *arguments) for node in nodes]
+    return [answer() for answer in asked(nodes, work, *arguments, deadline_s=deadline_s)]
+
+
+def asked[R](
+    nodes: Sequence[str], work: Callable[..., R], *arguments: Any, deadline_s: float = _ANSWER_S
+) -> list[Callable[[], R]]:
+    """Begin `work` on all these hosts at once, beside whatever runs there. Each answer raises as `on_each`."""
+    once = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": host_environment()}}
+    number, task = CONNECTION.number, ray.remote(**once)(_do)
+    there = [task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in nodes]
+    begun = [CONNECTION.call(number, one.remote, work, *arguments) for one in there]
     end = time.monotonic() + deadline_s
-    return [_answer(number, reference, node, end) for reference, node in zip(begun, nodes, strict=True)]
+    return [partial(_answer, number, reference, node, end) for reference, node in zip(begun, nodes, strict=True)]
 
 
 class HostFolders(Folders):
@@ -306,8 +316,9 @@ def _no_room(run: str, role: str, bundles: Bundles) -> str:
     hosts = ", ".join(sorted(_addresses().values()))
     return (
         f"there is no room on the Ray cluster for the {role} of run {run}: {asked} are needed, {each} together on one "
-        f"host, and there are {had} on {len(_addresses())} hosts ({hosts}). End another run (`ratchet stop RUN`), "
-        "start Ray on another host, or choose a smaller layout under [train.parallel] or engine.count"
+        f"host, and there are {had} on {len(_addresses())} hosts ({hosts}). End another run (`ratchet stop "
+        "RUN --root ROOT`), start Ray on another host, or "
+        "choose a smaller layout under [train.parallel] or engine.count"
     )
 
 
@@ -328,7 +339,17 @@ def _answer(number: int, reference: Any, node: str, end: float) -> Any:
     except RayTaskError as error:
         raise _named(error.cause, _address(node)) from error
     except (RayError, GetTimeoutError) as error:
-        raise WorkerLost(f"host {_address(node)} does not answer ({first_line(error)})") from error
+        raise unanswered(_address(node), error) from error
+
+
+def unanswered(host: str, error: RayError | GetTimeoutError) -> WorkerLost:
+    """The loss of a host, or of the process that was to work there, which Ray cannot begin where a disk is full."""
+    if isinstance(error, WorkerCrashedError):
+        return WorkerLost(
+            f"host {host}: the process that was to work there has died; free space in its temporary folder (df "
+            f"{tempfile.gettempdir()}) if that is full, or memory"
+        )
+    return WorkerLost(f"host {host} does not answer ({first_line(error)})")
 
 
 def _named(cause: BaseException, host: str) -> RatchetError:

@@ -18,21 +18,29 @@ _LOOK_S = 5.0
 _OURS = ("tasks", "trainer_core", "storage")
 _PLACES = 3
 _stage: ContextVar[str] = ContextVar("stage", default="")
+_stages: list[str] = []  # of all threads
 
 
 @contextmanager
 def within(stage: str) -> Iterator[None]:
     """Say for which stage this thread works during a block, such as `train of iteration 3`."""
     before = _stage.set(stage)
+    _stages.append(stage)
     try:
         yield
     finally:
+        _stages.remove(stage)
         _stage.reset(before)
 
 
 def current_stage() -> str:
     """The stage that this thread works for; empty outside of stages."""
     return _stage.get()
+
+
+def stages() -> str:
+    """Those that threads of this process work for."""
+    return " and ".join(filter(None, _stages))
 
 
 class Watch:

@@ -93,7 +93,7 @@ def test_members_that_end_differently_are_kept_if_the_call_changes_nothing(make_
 def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_from(make_group):
     group = make_group(collections.deque, [([],)])
     with pytest.raises(
-        WorkerLost, match="member 0 failed in pop and was ended: IndexError: pop from an empty deque"
+        WorkerLost, match=r"member 0 failed in pop on host \S+ and was ended: IndexError: pop from an empty deque"
     ) as lost:
         group.submit("pop").wait(WAIT_S)
     assert any("tasks/workers/actors.py" in note for note in lost.value.__notes__)
@@ -115,7 +115,7 @@ def test_an_object_that_cannot_be_made_is_told_by_the_first_call_alone(make_grou
 def test_a_death_is_told_before_the_errors_it_caused(make_group):
     # "exit" of the first member ends its process; the second raises an error of its own
     group = make_group(operator.attrgetter, [("_exit",), ("missing",)])
-    with pytest.raises(WorkerLost, match="member 0 died during __call__"):
+    with pytest.raises(WorkerLost, match=r"member 0 died during __call__ on host \S+ \("):
         group.submit("__call__", ExitModule()).wait(WAIT_S)
     assert not group.alive()
 

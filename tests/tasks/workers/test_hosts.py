@@ -24,6 +24,7 @@ from tasks.workers.cluster import LOOPBACK
 from tasks.workers.hosts import HostFolders, give_up, on_each, reserve, reserve_all, this_node
 from tasks.workers.kept_by_ray import RayStore
 from tasks.workers.ranks import start_trainers
+from tasks.workers.silence import Where, spent_by
 from tasks.workers.standby import Place, Standby
 from tests.ray_nodes import ray_nodes
 from tests.tasks.workers.test_standby import idle
@@ -63,7 +64,7 @@ folder = Path(sys.argv[2])
 with Fleet("run", RunConfig.model_validate_json(sys.argv[1]), Cluster(Settings.from_environment())) as fleet:
     before = came_up()
     stays, dies = [engine.processes()[0] for engine in before]
-    waiting = [ray.get(actor.pid.remote()) for (actor,) in find_groups("run/standby-engine").values()]
+    waiting = [ray.get(actor.where.remote()).process for (actor,) in find_groups("run/standby-engine").values()]
     (beside,) = [process for process in waiting if node(process) == node(dies)]
     assert len(waiting) == 2 and node(stays) != node(dies)
     kill(dies, before[1].alive)
@@ -140,6 +141,20 @@ def test_a_full_disk_of_a_host_is_named_with_the_host_and_is_not_tried_again(nod
         on_each(nodes[:1], full.write_text, "x")
 
 
+def test_processor_time_is_asked_of_the_hosts_and_a_host_whose_ray_is_frozen_has_a_reason(nodes, monkeypatch):
+    places = [Where(node, "host", process) for node, process in zip(nodes, on_each(nodes, os.getpid), strict=True)]
+    assert min(spent_by(set(places)).values()) > 0
+    (raylet,) = on_each(nodes[1:], os.getppid)
+    monkeypatch.setattr("tasks.workers.silence._ANSWER_S", 3.0)
+    os.kill(raylet, signal.SIGSTOP)
+    try:
+        found = spent_by(set(places))
+    finally:
+        os.kill(raylet, signal.SIGCONT)
+    assert found[places[0]] > 0
+    assert f"host {LOOPBACK} does not answer" in str(found[places[1]])
+
+
 class Rank:
     """One rank, which knows where it is."""
 
@@ -169,7 +184,7 @@ def test_a_rank_lives_on_and_one_that_waits_on_the_host_of_another_takes_its_pla
     assert there.keys() == {0}
     assert standby.take({0: places[0]}) == {}
     there |= standby.take({1: places[1]})
-    waited = ray.get(there[1].pid.remote())
+    waited = ray.get(there[1].where.remote()).process
     second, after = ranks(there)
     assert after == [before[0], (seats.nodes[1], waited)]
     second.end()

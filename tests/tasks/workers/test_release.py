@@ -45,7 +45,7 @@ def leave(run: str, count: int) -> str:
     """Detached actors as the ranks of a run leave them, with what they have met in; returns the group's name."""
     names = fresh_names(f"{run}/trainers/1234", count)
     actors = spawn(names, [{}] * count, detached=True)
-    ray.get([actor.pid.remote() for actor in actors])
+    ray.get([actor.where.remote() for actor in actors])
     meet = RayStore(group_name(names[0]), "ratchet-meeting", timedelta(seconds=5))
     meet.set("rank-0", "here")
     return group_name(names[0])

@@ -93,19 +93,19 @@ def test_a_process_that_waits_takes_the_place_of_an_engine_unless_it_has_died_to
 ):
     engine, waits = served(fleet, tmp_path)
     assert engines_on("run", small_config(), cluster_of_group).keys() == {"engine-0"}
-    second = ray.get(waits.pid.remote())
+    second = ray.get(waits.where.remote()).process
     kill(engine.processes()[0], engine.alive)
     engine, waits = served(fleet, tmp_path)
     assert engine.processes() == [second]
     assert [one.processes() for one in engines_on("run", small_config(), cluster_of_group).values()] == [[second]]
 
-    third = ray.get(waits.pid.remote())
+    third = ray.get(waits.where.remote()).process
     kill(third, lambda: living({0: waits}))
     kill(second, engine.alive)
     assert caplog.messages == []
     engine, waits = served(fleet, tmp_path)
     assert caplog.messages == ["standby-engine died while it waited; another is started later"]
-    left = [psutil.Process(one) for one in (*engine.processes(), ray.get(waits.pid.remote()))]
+    left = [psutil.Process(one) for one in (*engine.processes(), ray.get(waits.where.remote()).process)]
     assert not {second, third} & {one.pid for one in left}
     fleet.close()
     assert gone(left)

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE
+from ray.exceptions import GetTimeoutError, WorkerCrashedError
 
 from storage.errors import InputError
 from tasks.config.environment import Settings, without_ray_token
 from tasks.workers import cluster
 from tasks.workers.cluster import Cluster
-from tasks.workers.hosts import HostFacts, check_alike, host_facts, unlike
+from tasks.workers.hosts import HostFacts, check_alike, host_facts, unanswered, unlike
 
 HERE = HostFacts("0.1.0+a", "3.12.3", 1000.0)
 AFTER = HERE._replace(clock=1030.0)  # the others took their time to answer
@@ -57,6 +58,14 @@ def test_hosts_of_a_role_have_the_same_libraries_whatever_this_one_has(libraries
 @pytest.mark.parametrize("clock", [945.0, 1000.0, 1030.0, 1085.0])
 def test_clocks_that_differ_by_seconds_are_of_no_concern(clock):
     assert unlike("10.0.0.2", HERE._replace(clock=clock), HERE, AFTER) is None
+
+
+def test_a_process_that_cannot_begin_on_a_host_is_told_with_what_may_be_full():
+    lost = unanswered("10.0.0.2", WorkerCrashedError())
+    assert str(lost).startswith(
+        "host 10.0.0.2: the process that was to work there has died; free space in its temporary"
+    )
+    assert str(unanswered("10.0.0.2", GetTimeoutError("late"))) == "host 10.0.0.2 does not answer (late)"
 
 
 def test_a_cluster_that_others_can_reach_is_not_used_without_a_token(monkeypatch):
