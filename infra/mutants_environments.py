@@ -211,7 +211,7 @@ ENVIRONMENTS = (
         "ends-of-earlier-hosts",
         "a host ends when a conversation ends that an earlier host has opened",
         "tasks/environments/host.py",
-        'elif asked.get("end") in processes:',
+        'elif asked.get("end") in self.processes:',
         'elif "end" in asked:',
         ("tests/tasks/environments/test_hosting.py", *_PLAYED),
     ),

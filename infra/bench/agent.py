@@ -7,8 +7,6 @@ from typing import Any
 
 import openai
 
-openai.AsyncOpenAI(api_key="none", base_url="http://127.0.0.1").chat.completions  # noqa: B018 - imports that all share
-
 
 async def drive(
     base_url: str,

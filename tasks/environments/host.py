@@ -19,13 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import psutil
 
 from storage.errors import InputError
-from tasks.environments.playing import Driven, begun, called, made_by, stepped, takes_calls, tools_of
+from tasks.environments.playing import Driven, begun, called, loaded, made_by, stepped, takes_calls, tools_of
 from tasks.environments.protocol import Turn
 from tasks.rewards.words import LONGEST, described, hide, shown, storable
 from tasks.rewards.worker import killed_with_descendants
@@ -44,23 +45,18 @@ def main() -> None:
     order = json.loads(control.recv(PACKET))
     hide(order["secrets"])
     found = UserFunction(**order["target"])
-    processes: dict[int, int] = {}  # by the number of the conversation
     try:
-        digest = found.load().digest
-        made = made_by(found, order["arguments"])  # refused now, not in every conversation
+        it = loaded(found)
+        make = partial(made_by, found, it.function, order["arguments"])
+        made = make()  # refused now, not in every conversation
         reads = not isinstance(made, Driven) and takes_calls(made)
         if isinstance(made, Driven) and (openai := sys.modules.get("openai")):
             asyncio.run(_warmed(openai))
         gc.freeze()  # a collection in a fork would copy every page of what is imported
-        hello = {"status": "ready", "source": digest, "drives": isinstance(made, Driven), "reads": reads}
+        hello = {"status": "ready", "source": it.digest, "drives": isinstance(made, Driven), "reads": reads}
         control.send(json.dumps(hello).encode())
-        processes |= {-one.pid: one.pid for one in psutil.Process().children()}  # for all conversations, by the module
-        due, ended = 0.0, list[int]()
-        while _next(control, order, found, processes, ended):
-            if ended and time.monotonic() > due:  # seldom: it looks at all processes of the machine
-                _end(set(processes.values()))
-                ended.clear()
-                due = time.monotonic() + _TICK_S
+        started = {-one.pid: one.pid for one in psutil.Process().children()}  # for all conversations, by the module
+        _Conversations(control, make, order["memory_mib"], started).serve()
     except InputError as error:
         control.send(json.dumps({"status": "refused", "detail": storable(str(error))}).encode())
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
@@ -69,11 +65,13 @@ def main() -> None:
 
 
 async def _warmed(openai: Any) -> None:
-    """Ask for two answers that are made up, one of them streamed: a client imports most of itself, and builds its
-    types, at its first requests, and the forks share that."""
-    message = {"role": "assistant", "content": ""}
+    """Ask for two answers that are made up, one of them streamed: a client imports most of itself, and builds the types
+    of what it is given, at its first requests, and the forks share that."""
+    call = {"index": 0, "id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
     choice = {"index": 0, "finish_reason": "stop", "message": message, "delta": message}
-    said = json.dumps({"id": "", "created": 0, "model": "", "choices": [choice]})
+    usage = dict.fromkeys(("prompt_tokens", "completion_tokens", "total_tokens"), 0)
+    said = json.dumps({"id": "", "created": 0, "model": "", "choices": [choice], "usage": usage})
     answers = iter([("application/json", said), ("text/event-stream", f"data: {said}\n\n")])
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,39 +96,76 @@ def _adopt() -> None:
     ctypes.CDLL(None).prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _next(
-    control: socket.socket,
-    order: Mapping[str, Any],
-    found: UserFunction,
-    processes: dict[int, int],
-    ended: list[int],
-) -> bool:
-    """Do what the packets that have come ask for, and note which processes ended; False if there is none any more."""
-    patience, goes_on = _TICK_S, True
-    while goes_on and select.select([control], [], [], patience)[0]:
-        packet, descriptors, _, _ = socket.recv_fds(control, PACKET, 1)
-        asked, patience, goes_on = json.loads(packet or "{}"), 0.0, bool(packet)
-        if "open" in asked:
-            process = _forked(control, order, found, *descriptors)
-            os.close(descriptors[0])
-            for number in [one for one, before in processes.items() if before == process]:  # it ended by itself
-                del processes[number]
-            processes[asked["open"]] = process
-        elif asked.get("end") in processes:  # else an earlier host has opened it
-            ended.append(processes.pop(asked["end"]))
-            with suppress(ChildProcessError):  # it ended by itself, and its number may be that of a stranger
-                os.waitid(os.P_PID, ended[-1], os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                os.kill(ended[-1], signal.SIGKILL)
-    _reap()
-    return goes_on
+@dataclass
+class _Conversations:
+    """The processes of conversations, and what the packets ask for."""
 
+    control: socket.socket
+    make: Callable[[], Any]
+    memory_mib: int | None
+    processes: dict[int, int]  # by the number of the conversation
+    codes: dict[int, int] = field(default_factory=dict)  # exit codes of those that have ended by themselves
+    ended: list[int] = field(default_factory=list)
 
-def _forked(control: socket.socket, order: Mapping[str, Any], found: UserFunction, descriptor: int) -> int:
-    host, process = os.getpid(), os.fork()
-    if process == 0:
-        control.close()
-        _serve(order, found, descriptor, host)
-    return process
+    def serve(self) -> None:
+        """Until nobody holds the other end."""
+        due = 0.0
+        while self._next():
+            if self.ended and time.monotonic() > due:  # seldom: it looks at all processes of the machine
+                _end(set(self.processes.values()))
+                self.ended.clear()
+                due = time.monotonic() + _TICK_S
+
+    def _next(self) -> bool:
+        """Do what the packets that have come ask for; False if there is none any more."""
+        patience, goes_on = _TICK_S, True
+        while goes_on and select.select([self.control], [], [], patience)[0]:
+            packet, descriptors, _, _ = socket.recv_fds(self.control, PACKET, 1)
+            asked, patience, goes_on = json.loads(packet or "{}"), 0.0, bool(packet)
+            if "open" in asked:
+                self._open(asked["open"], *descriptors)
+            elif "how" in asked:
+                self._tell(asked["how"], *descriptors)
+            elif asked.get("end") in self.processes:  # else an earlier host has opened it
+                self._close(asked["end"])
+            for one in descriptors:
+                os.close(one)
+        self._reap()
+        return goes_on
+
+    def _open(self, number: int, descriptor: int) -> None:
+        host, process = os.getpid(), os.fork()
+        if process == 0:
+            self.control.close()
+            _serve(self.make, self.memory_mib, descriptor, host)
+        for other in [one for one, before in self.processes.items() if before == process]:  # it ended by itself
+            del self.processes[other]
+        self.codes.pop(process, None)
+        self.processes[number] = process
+
+    def _tell(self, number: int, descriptor: int) -> None:
+        """Write the exit code of the process of a conversation, which has closed its socket."""
+        with suppress(KeyError, OSError):  # of an earlier host; nobody waits for it any more
+            process = self.processes[number]
+            if process not in self.codes:
+                life = os.pidfd_open(process)
+                select.select([life], [], [], _TICK_S)  # its socket is closed a little before it has ended
+                os.close(life)
+                self._reap()
+            os.write(descriptor, str(self.codes[process]).encode())
+
+    def _close(self, number: int) -> None:
+        process = self.processes.pop(number)
+        self.ended.append(process)
+        if self.codes.pop(process, None) is None:  # else its number may be that of a stranger
+            os.kill(process, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        ours = set(self.processes.values())
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] in ours:
+                    self.codes[found[0]] = os.waitstatus_to_exitcode(found[1])
 
 
 def _end(kept: set[int]) -> None:
@@ -147,13 +182,7 @@ def _end(kept: set[int]) -> None:
             one.kill()
 
 
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _serve(order: Mapping[str, Any], found: UserFunction, descriptor: int, host: int) -> NoReturn:
+def _serve(make: Callable[[], Any], memory_mib: int | None, descriptor: int, host: int) -> NoReturn:
     """The forked process: one environment, and an answer to each line."""
     try:
         os.setsid()  # an environment that signals its group does not reach the host
@@ -164,11 +193,19 @@ def _serve(order: Mapping[str, Any], found: UserFunction, descriptor: int, host:
             nothing = os.open(os.devnull, os.O_RDWR)
             for target in (0, 1, 2):
                 os.dup2(nothing, target)
-            _limit_memory(order["memory_mib"])
-            make, ours = partial(made_by, found, order["arguments"]), socket.socket(fileno=descriptor)
-            asyncio.run(_conversation(make, ours, order["memory_mib"]))
+            _limit_memory(memory_mib)
+            _converse(make, socket.socket(fileno=descriptor), memory_mib)
     finally:
         os._exit(0)
+
+
+def _converse(make: Callable[[], Any], ours: socket.socket, memory_mib: int | None) -> None:
+    process = os.getpid()
+    try:
+        asyncio.run(_conversation(make, ours.dup(), memory_mib))
+    except BaseException as error:  # noqa: BLE001 - what ends the loop, as a SystemExit of a task
+        if os.getpid() == process:
+            ours.sendall(_failed(f"it raised {described(error)}") + b"\n")
 
 
 def _limit_memory(mib: int | None) -> None:

@@ -22,6 +22,7 @@ from tasks.environments.host import LARGEST, PACKET
 from tasks.environments.playing import find_environment
 from tasks.rewards.resolve import values_of, variables_of
 from tasks.rewards.sample import Reason
+from tasks.rewards.words import exit_words
 
 _COMMAND = [sys.executable, "-P", "-m", "tasks.environments.host"]  # -P: no file of the working directory hides ours
 _START_S, _OPEN_S, _END_S = 120.0, 120.0, 15.0
@@ -65,14 +66,9 @@ class Host:
         another host."""
         for _ in range(_HOSTS):
             number, host = next(self._numbers), self._process
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._sent({"open": number}, theirs.fileno())
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=2 * LARGEST)
-            with suppress(TimeoutError):  # of a host that is stopped, and opens nothing
-                async with asyncio.timeout(_OPEN_S):
-                    if await reader.readline():
-                        return Opened(self, number, reader, writer)
+            reader, writer = await self._asked({"open": number})
+            if await _line(reader, _OPEN_S):
+                return Opened(self, number, reader, writer)
             writer.close()
             await self._replace(host)
         raise EnvironmentFailed("exit", f"no process could be started for an environment, by {_HOSTS} hosts")
@@ -85,9 +81,23 @@ class Host:
                 self.__exit__()
                 self._start()
 
+    async def how(self, number: int) -> str:
+        """The end of the process of an environment, which has closed its socket, in words; empty if it is not known."""
+        reader, writer = await self._asked({"how": number})
+        said = await _line(reader, _END_S)
+        writer.close()
+        return f", {exit_words(int(said))}" if said else ""
+
     def end(self, number: int) -> None:
         """Kill the process of an environment, whatever it does."""
         self._sent({"end": number})
+
+    async def _asked(self, packet: dict[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The end of a socket whose other end the host is given with a packet."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._sent(packet, theirs.fileno())
+        return await asyncio.open_unix_connection(sock=ours, limit=2 * LARGEST)
 
     def _sent(self, packet: dict[str, int], *descriptors: int) -> None:
         with suppress(OSError):  # its end
@@ -119,6 +129,15 @@ class Host:
                 "environment.arguments, or name another one"
             )
         self.source, self.drives, self.reads = hello["source"], hello["drives"], hello["reads"]
+
+
+async def _line(reader: asyncio.StreamReader, patience_s: float) -> bytes:
+    """A line of a host; empty if it has ended, or is stopped and says nothing."""
+    try:
+        async with asyncio.timeout(patience_s):
+            return await reader.readline()
+    except TimeoutError:
+        return b""
 
 
 def host_processes() -> dict[str, int]:
@@ -166,14 +185,12 @@ class Opened:
             async with asyncio.timeout(patience_s):
                 self._writer.write(f"{json.dumps(asked)}\n".encode())
                 await self._writer.drain()
-                line = await self._reader.readline()
+                answer = json.loads(await self._reader.readline())
         except TimeoutError:
             raise EnvironmentFailed("timeout", f"{what} did not end within {patience_s:.3g} s") from None
-        except (OSError, ValueError):  # it is gone, or its line is endless
-            line = b""
-        if not line.endswith(b"\n"):
-            raise EnvironmentFailed("exit", f"the process of its environment ended during {what}")
-        answer = json.loads(line)
+        except (OSError, ValueError):  # it is gone, within a line or before it, or its line is endless
+            how = await self._host.how(self._number)
+            raise EnvironmentFailed("exit", f"the process of its environment ended during {what}{how}") from None
         if "failed" in answer:
             raise EnvironmentFailed("exception", f"{what}: {without_secrets(answer['failed'])}")
         return answer

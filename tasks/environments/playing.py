@@ -3,7 +3,8 @@
 import functools
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -13,7 +14,7 @@ from storage.errors import InputError
 from tasks.environments.calls import by_tags, recorded
 from tasks.environments.protocol import Environment, Observation, Turn
 from tasks.rewards.words import described, shown
-from trainer_core.user_code import UserFunction, find_function
+from trainer_core.user_code import Loaded, UserFunction, find_function
 
 GROUP = "ratchet.environments"  # entry points by which an installed package offers environments
 
@@ -25,7 +26,8 @@ def load_environment(name: str, arguments: Mapping[str, Any] | None = None) -> E
     """Make an environment of the class `name` (`file.py:Class`, `package.module:Class`, or an entry point of the group
     `ratchet.environments`) with the arguments. Raises InputError: it cannot be found, imported or made, or lacks a
     method of the protocol."""
-    made = made_by(find_environment(name), arguments or {})
+    found = find_environment(name)
+    made = made_by(found, loaded(found).function, arguments or {})
     if isinstance(made, Driven):
         raise InputError(f"environment {name!r} is a function that drives conversations, and is played by runs alone")
     return made
@@ -56,14 +58,18 @@ class Driven:
         return float(reward)
 
 
-def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | Driven:
-    """The same of a class or a list of tools that was found, or of an async function."""
-    try:
-        loaded = found.load().function
-        form: Any = _tools(loaded) if isinstance(loaded, list | tuple) else loaded
+def loaded(found: UserFunction) -> Loaded:
+    """The class, list of tools or async function that was found, imported. Raises InputError: it cannot be."""
+    with _making(found):
+        return found.load()
+
+
+def made_by(found: UserFunction, function: Any, arguments: Mapping[str, Any]) -> Environment | Driven:
+    """An environment of that class or list, or what drives conversations. Raises InputError: it cannot be made, or
+    lacks a method of the protocol."""
+    with _making(found):
+        form: Any = _tools(function) if isinstance(function, list | tuple) else function
         made = None if inspect.iscoroutinefunction(form) else form(**arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-        raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
     if made is None:
         return _driven(found, form, arguments)
     if inspect.iscoroutinefunction(getattr(type(made), "drive", None)):
@@ -71,6 +77,14 @@ def made_by(found: UserFunction, arguments: Mapping[str, Any]) -> Environment | 
     for method, form in _CALLS.items():
         _check_method(found, made, method, form)
     return made
+
+
+@contextmanager
+def _making(found: UserFunction) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+        raise InputError(f"environment {found.name!r} cannot be made: {described(error)}") from None
 
 
 def _tools(offered: Sequence[Any]) -> Callable[..., Environment]:

@@ -2,6 +2,7 @@
 
 import re
 import reprlib
+import signal
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,7 @@ SAID_LAST = "; it said last: "  # before the words of which the last ones matter
 _PLACE = re.compile(r" \([^()\n]{1,100}, line \d+\)$")
 _ROOM = 8 * LONGEST  # the owner knows more secrets, and shortens after it has taken them out
 _MASK = "***"
+_SIGNALS = {one.value: one.name for one in signal.Signals}  # those between SIGRTMIN and SIGRTMAX have no name
 _LIBRARIES = ("site-packages", "importlib", "asyncio")
 _OURS = (Path(__file__).parents[1], Path(user_code.__file__).parent)
 
@@ -39,6 +41,11 @@ def shortened(text: str) -> str:
     return head[:LONGEST] + (place.group() if place else "") + mark + said[-LONGEST // 2 :]
 
 
+def exit_words(code: int) -> str:
+    """The end of a process by its exit code; one below 0 is that of a signal."""
+    return f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with code {code}"
+
+
 def shown(value: object) -> str:
     try:
         return _brief.repr(storable(value) if isinstance(value, str) else value)
@@ -51,7 +58,7 @@ def described(error: BaseException) -> str:
     if isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         return described(error.exceptions[0])
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # noqa: BLE001 - the error's own __str__
         text = type(error).__name__
     frames = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]

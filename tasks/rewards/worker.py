@@ -18,7 +18,7 @@ import psutil
 
 from tasks.rewards.calling import Caller, NotCallable
 from tasks.rewards.sample import Sample
-from tasks.rewards.words import SAID_LAST, described, hide, storable
+from tasks.rewards.words import SAID_LAST, described, exit_words, hide, storable
 from trainer_core.user_code import UserFunction
 
 _PARENT_DEATH_SIGNAL = 1
@@ -26,7 +26,6 @@ _CHILD_SUBREAPER = 36
 _CHUNK = 1 << 16
 _SAID = 8192
 _PATIENCE_S = 10.0
-_SIGNALS = {one.value: one.name for one in signal.Signals}  # those between SIGRTMIN and SIGRTMAX have no name
 _SCORE = re.compile(rb'"reward": [-0-9]')  # of an answer
 
 
@@ -95,8 +94,7 @@ class Scorer:
         for end in (*self._ends, self._life):
             os.close(end)
         words = storable(self._last.decode(errors="replace").strip())
-        how = f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with code {code}"
-        return f"its process ended {how}" + (f"{SAID_LAST}{words}" if words else "")
+        return f"its process ended {exit_words(code)}" + (f"{SAID_LAST}{words}" if words else "")
 
     def _read(self, readable: list[int]) -> bytes | None:
         if self._said in readable:

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 
@@ -138,6 +139,26 @@ class Forking(Sums):
     async def step(self, action):
         os.fork()
         return await super().step(action)
+
+
+class Ending(Sums):
+    """Ends its process as the answer says."""
+
+    async def step(self, action):
+        match action:
+            case "exit":
+                sys.exit(3)
+            case "task":
+                await asyncio.create_task(self.leave())
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "code":
+                os._exit(3)
+            case "signal":
+                os.kill(os.getpid(), signal.SIGSEGV)
+
+    async def leave(self):
+        sys.exit("no " * 9999)
 
 
 class Unmade(Sums):

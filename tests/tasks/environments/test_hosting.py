@@ -163,3 +163,43 @@ def test_an_environment_that_allocates_beyond_its_limit_fails_by_name_while_othe
 
     with Host(section) as host:
         asyncio.run(play(host))
+
+
+@pytest.mark.parametrize(
+    ("action", "reason", "told"),
+    [
+        ("exit", "exception", r"turn 1: Ending\.step \(sums\.py:\d+\) raised SystemExit: 3 \(sums\.py, line \d+\)$"),
+        ("task", "exception", r"turn 1: it raised SystemExit: no no "),
+        ("interrupt", "exception", r"turn 1: it raised KeyboardInterrupt \(sums\.py, line \d+\)$"),
+        ("code", "exit", r"ended during turn 1, with code 3$"),
+        ("signal", "exit", r"ended during turn 1, by signal SIGSEGV$"),
+    ],
+)
+def test_an_environment_that_ends_its_process_is_a_failure_that_says_how(action, reason, told):
+    async def play(host):
+        async with await host.open() as opened:
+            await opened.ask(PATIENCE_S, "its beginning", **BEGIN)
+            with pytest.raises(EnvironmentFailed, match=told) as failure:
+                await opened.ask(PATIENCE_S, "turn 1", action=action)
+            assert failure.value.reason == reason
+            assert len(str(failure.value)) < 3000
+
+    with Host(EnvironmentSection(function=f"{FILE}:Ending")) as host:
+        asyncio.run(play(host))
+
+
+def test_conversations_share_one_execution_of_a_file_and_not_their_instances(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"from tests.tasks.environments.sums import Sums\nwith open({str(tmp_path / 'runs')!r}, 'a') as runs:\n"
+        "    runs.write('x')\nclass Mine(Sums):\n    pass\n"
+    )
+
+    async def play(host):
+        for _ in range(3):
+            async with await host.open() as opened:
+                assert (await opened.ask(PATIENCE_S, "its beginning", **BEGIN))["observation"] == "1+1="
+                await opened.ask(PATIENCE_S, "turn 1", action="1")
+
+    with Host(EnvironmentSection(function=f"{tmp_path}/mine.py:Mine")) as host:
+        asyncio.run(play(host))
+    assert (tmp_path / "runs").read_text() == "x"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InputError
-from tasks.environments.playing import find_environment, made_by
+from tasks.environments.playing import find_environment, loaded, made_by
 from tests.tasks.endpoint.talking import check_rows, codec_of, talking
 
 vf = pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed: CI leaves it out")
@@ -18,8 +18,12 @@ def here(monkeypatch):
 
 
 def made(fails=""):
-    name = "tasks.environments.verifiers_rollouts:Verifiers"
-    return made_by(find_environment(name), {"environment": "vf-sums", "arguments": {"fails": fails}})
+    return environment(environment="vf-sums", arguments={"fails": fails})
+
+
+def environment(**arguments):
+    found = find_environment("tasks.environments.verifiers_rollouts:Verifiers")
+    return made_by(found, loaded(found).function, arguments)
 
 
 def driven(folder, fails="", turns=9):
@@ -62,4 +66,4 @@ def test_what_cannot_be_scored_or_loaded_is_refused_before_the_start():
     with pytest.raises(InputError, match="'vf-sums' scores whole groups by ranked, but a conversation is scored alone"):
         made("group")
     with pytest.raises(InputError, match=r"verifiers cannot load 'vf-none': .*is installed"):
-        made_by(find_environment("tasks.environments.verifiers_rollouts:Verifiers"), {"environment": "vf-none"})
+        environment(environment="vf-none")
