@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from storage.errors import InputError, RatchetError, StageFailed
 from tasks.config.rollout import STOP_BYTES
@@ -32,7 +31,6 @@ from tasks.environments.trajectory import Answer
 _STARTS_S = 60.0
 _STOPS_BYTES = 4 * STOP_BYTES  # of all lists of stop texts in a rollout
 _GONE = 499  # for a client that is not there to read it
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 _Handler = Callable[[Request, Session], Awaitable[Response]]
 
 
@@ -93,41 +91,43 @@ class Endpoint:
         self._loop = asyncio.get_running_loop()
         await server.serve([port])
 
-    def application(self) -> Starlette:
-        posts = {"/v1/chat/completions": self._chat, "/v1/completions": self._complete}
-        routes = [Route(path, self._answering(handler), methods=["POST"]) for path, handler in posts.items()]
-        models = Route("/v1/models", self._answering(self._models), methods=["GET"])
-        other = Route("/{path:path}", self._answering(self._unknown), methods=_METHODS)
-        return Starlette(routes=[*routes, models, other])
+    async def application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, whatever its method and address; each refusal is recorded in its session."""
+        request = Request(scope, receive)
+        response = await self._answered(request)
+        await response(scope, receive, send)
 
-    def _answering(self, handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
-        """The handler with the session of a request; each refusal is recorded in it, and answered in the form."""
+    async def _answered(self, request: Request) -> Response:
+        session = self._sessions.get(request.headers.get("authorization", "").partition(" ")[2])
+        if session is None:
+            self.strangers += 1
+            return _refused(stranger())
+        try:
+            return await self._handler(request)(request, session)
+        except Refused as refusal:
+            session.note(refusal)
+            return _refused(refusal)
+        except ClientDisconnect:
+            session.counts["disconnected"] += 1
+            return Response(status_code=_GONE)
 
-        async def answer(request: Request) -> Response:
-            session = self._sessions.get(request.headers.get("authorization", "").partition(" ")[2])
-            if session is None:
-                self.strangers += 1
-                return _refused(stranger())
-            try:
-                return await handler(request, session)
-            except Refused as refusal:
-                session.note(refusal)
-                return _refused(refusal)
-            except ClientDisconnect:
-                session.counts["disconnected"] += 1
-                return Response(status_code=_GONE)
-
-        return answer
+    def _handler(self, request: Request) -> _Handler:
+        """Raises Refused: nothing is at the address."""
+        match request.method, request.url.path:
+            case "POST", "/v1/chat/completions":
+                return self._chat
+            case "POST", "/v1/completions":
+                return self._complete
+            case "GET", "/v1/models":
+                return self._models
+            case method, path:
+                known = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models"
+                raise Refused(f"there is no {method} {path}: the endpoint has {known}", "unknown_url", 404)
 
     async def _models(self, request: Request, session: Session) -> Response:
         return JSONResponse(
             {"object": "list", "data": [{"id": self._rules.model, "object": "model", "owned_by": "run"}]}
         )
-
-    async def _unknown(self, request: Request, session: Session) -> Response:
-        known = "POST /v1/chat/completions, POST /v1/completions and GET /v1/models"
-        fact = f"there is no {request.method} {request.url.path}"
-        raise Refused(f"{fact}: the endpoint has {known}", "unknown_url", 404)
 
     async def _chat(self, request: Request, session: Session) -> Response:
         body = await self._body(request)
@@ -270,8 +270,9 @@ def serving(endpoint: Endpoint) -> Iterator[str]:
     with socket.socket() as port:
         port.bind(("127.0.0.1", 0))
         settings = uvicorn.Config(
-            endpoint.application(), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
+            endpoint.application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1,
+            interface="asgi3", ws="none", proxy_headers=False,
+        )  # fmt: skip
         server = uvicorn.Server(settings)
         serve, factory = endpoint.serve(server, port), settings.get_loop_factory()
         thread = threading.Thread(target=asyncio.run, args=(serve,), kwargs={"loop_factory": factory}, daemon=True)

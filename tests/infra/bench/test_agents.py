@@ -14,6 +14,6 @@ def test_the_command_prints_one_object_and_no_turn_is_computed_again():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["prefix_cache_hits"] >= 0.9
-    assert min(found[key] for key in ("tokens_per_s", "bare_tokens_per_s", "endpoint_ms", "harness_ms")) > 0
+    assert min(found[key] for key in ("tokens_per_s", "bare_tokens_per_s", "rollout_ms", "harness_ms")) > 0
     assert found["engine_ratio"] > 0.5
-    assert found["endpoint_ms"] == pytest.approx(1000 * found["endpoint_s"] / 32)
+    assert found["rollout_ms"] == pytest.approx(1000 * found["rollout_s"] / 32)

@@ -104,7 +104,7 @@ def test_flawed_requests(served, name):
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "responses"), ("GET", "chat/completions"), ("DELETE", "models")],
+    [("POST", "responses"), ("GET", "chat/completions"), ("DELETE", "models"), ("OPTIONS", "models")],
 )
 def test_an_address_that_is_not_served(served, method, path):
     endpoint, _, url = served
