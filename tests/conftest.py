@@ -45,6 +45,7 @@ SHARES = {
     "tests/integration/test_retrain.py": "tests/integration/test_loop.py",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_fleet.py": "tests/tasks/engine/vllm",  # engines too
+    "tests/tasks/workers/test_logs.py": "tests/tasks/workers/test_actors.py",  # one Ray for the actors of all
     "tests/tasks/workers/test_standby.py": "tests/tasks/workers/test_actors.py",
     "tests/tasks/workers/test_survivors.py": "tests/tasks/workers/test_actors.py",
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",
@@ -140,8 +141,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(OVER_ANY_BACKEND) and _parameter(item, "any_root") == "s3":
             item.add_marker(pytest.mark.slow)
-    places = {group: place for place, group in enumerate(GROUPS)}
-    items.sort(key=lambda item: places.get(group_of(item.nodeid), len(GROUPS)))
+    groups = dict.fromkeys((*GROUPS, *(group_of(item.nodeid) for item in items)))
+    places = {group: place for place, group in enumerate(groups)}
+    items.sort(key=lambda item: places[group_of(item.nodeid)])
 
 
 _ENDS = pytest.StashKey[ExitStack]()

@@ -12,11 +12,13 @@ from storage.manifest import Manifest, commit, need
 from storage.ownership.lease import check_free, hold
 from storage.parts import PartWriter, read_table
 from storage.schema import EVALUATION, REWARD, ROLLOUT
+from storage.upkeep.catalog import contents
 from tasks.config.run import RunConfig
 from tasks.stages.context import RunContext
 from tasks.stages.names import Stage
 from tests.small.config import SAMPLES, small_config
 from tests.small.driving import RUN, Killed, driver, killing
+from tests.storage.s3 import s3_server
 from tests.storage.tables import scored_table
 
 FULL = [Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE]
@@ -36,6 +38,17 @@ def drive(root: Root, tmp_path: Path, iterations: int, **more):
 def test_a_new_run_does_every_stage_in_order(root: Root, tmp_path: Path):
     expected = [(0, stage, False) for stage in BEGIN] + [(n, stage, False) for n in (1, 2) for stage in FULL]
     assert drive(root, tmp_path, 2) == expected
+
+
+@pytest.mark.slow
+def test_a_run_on_an_object_store_has_the_manifests_of_one_on_files(root: Root, tmp_path: Path):
+    drive(root, tmp_path, 2)
+    with s3_server() as server:
+        bucket = server.root("same")
+        drive(bucket, tmp_path / "s3", 2)
+        ours, theirs = (contents(one, RUN).newest for one in (root, bucket))
+    assert [one.digest for one in ours] == [one.digest for one in theirs]
+    assert len(ours) == len(BEGIN) + 2 * len(FULL)
 
 
 def test_every_stage_is_made_from_the_manifests_before_it(root: Root, tmp_path: Path):

@@ -57,7 +57,7 @@ def ratchet(*arguments: str, home: Path) -> Finished:
     return finish(start(*arguments, home=home))
 
 
-def run_tiny(root: Path, home: Path, *arguments: str) -> Finished:
+def run_tiny(root: str | Path, home: Path, *arguments: str) -> Finished:
     return ratchet("run", str(TINY), "--root", str(root), "--run", RUN, "--json", *arguments, home=home)
 
 
@@ -71,5 +71,5 @@ def prove(
     return finish(start("prove-resume", str(config), *words, home=home), deadline_s=1700)
 
 
-def committed(root: Path, iteration: int, stage: Stage) -> Manifest:
-    return need(open_root(str(root)), RUN, iteration, stage)
+def committed(root: str, iteration: int, stage: Stage) -> Manifest:
+    return need(open_root(root), RUN, iteration, stage)

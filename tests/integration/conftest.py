@@ -1,11 +1,12 @@
 """Runs of the real stack that the tests of this folder share: each start of it costs 15 s of processor."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from tests.forked_python import forked_python
-from tests.integration.command import PIECES, TINY, Finished, prove, run_tiny
+from tests.integration.command import PIECES, TINY, Finished, prove
 from tests.prefect_home import prepared
 from tests.storage.s3 import BUCKET, s3_server
 
@@ -46,15 +47,6 @@ def home(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory, home):
-    """A run of two iterations at one rank, on files and never interrupted."""
-    root = tmp_path_factory.mktemp("whole")
-    done = run_tiny(root, home, *PIECES)
-    assert done.code == 0, done.err
-    return root, done
-
-
-@pytest.fixture(scope="session")
 def server():
     """An object store that new processes find in their environment."""
     with s3_server() as server, pytest.MonkeyPatch.context() as environment:
@@ -79,23 +71,40 @@ class Proof:
 
 CRITIC = ("train.policy.advantage.type=gae", "train.critic.learning_rate=1e-3")
 LIVE = ("train.lora.rank=8", "engine.adapter=live")
-EACH_PROCESS = (f"s3://{BUCKET}/proof", KILLS, ())
+
+
+@pytest.fixture(scope="session")
+def each_process(server, home) -> Proof:
+    """The tiny run on the object store, at one rank, with one kill of each kind of process."""
+    return _proved(f"s3://{BUCKET}/proof", KILLS, (), home)
+
+
+@pytest.fixture(scope="session")
+def whole(each_process: Proof) -> str:
+    """Root of the run of that proof that nobody interrupts."""
+    assert each_process.done.code == 0, each_process.done.err
+    return f"{each_process.url}/whole"
 
 
 @pytest.fixture(
     scope="session",
     params=[
-        pytest.param(EACH_PROCESS, id="each-process"),
-        pytest.param((None, EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
-        pytest.param((None, MID_RESPONSE, LONG), id="mid-response", marks=pytest.mark.full),
-        pytest.param((None, KILLS, ("train.lora.rank=8",)), id="adapters", marks=pytest.mark.full),
-        pytest.param((None, KILLS, LIVE), id="live-adapter", marks=pytest.mark.full),
-        pytest.param((None, KILLS, CRITIC), id="critic", marks=pytest.mark.full),
+        pytest.param(None, id="each-process"),
+        pytest.param((EVERY_POINT, ("train.parallel.pipeline=2",)), id="every-point", marks=pytest.mark.full),
+        pytest.param((MID_RESPONSE, LONG), id="mid-response", marks=pytest.mark.full),
+        pytest.param((KILLS, ("train.lora.rank=8",)), id="adapters", marks=pytest.mark.full),
+        pytest.param((KILLS, LIVE), id="live-adapter", marks=pytest.mark.full),
+        pytest.param((KILLS, CRITIC), id="critic", marks=pytest.mark.full),
     ],
 )
-def proof(request, server, home, tmp_path_factory) -> Proof:
-    """The tiny run with kills, in which each of the two runs samples for itself: on the object store, or on files."""
-    url, kills, layout = request.param
-    url = url or str(tmp_path_factory.mktemp("proof"))
+def proof(request, home, tmp_path_factory) -> Proof:
+    """That proof, or one on files with other kills or another layout."""
+    if request.param is None:
+        return request.getfixturevalue("each_process")
+    return _proved(str(tmp_path_factory.mktemp("proof")), *request.param, home)
+
+
+def _proved(url: str, kills: list[str], layout: tuple[str, ...], home: Path) -> Proof:
+    """The tiny run with kills, in which each of the two runs samples for itself."""
     settings = (PIECES[1], *layout)
     return Proof(kills, settings, url, prove(TINY, url, ITERATIONS, kills, settings, home))

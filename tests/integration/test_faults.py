@@ -23,8 +23,8 @@ from storage.schema import ROLLOUT
 from storage.upkeep.verify import verify
 from tasks.config.document import load_config
 from tasks.stages.names import LOOP, Stage
-from tests.integration.command import IN_FLIGHT, PROJECT, TINY
-from tests.integration.conftest import EACH_PROCESS, EVERY_POINT, ITERATIONS, KILLS, MID_RESPONSE, Proof
+from tests.integration.command import IN_FLIGHT, PIECES, PROJECT, TINY, run_tiny
+from tests.integration.conftest import EVERY_POINT, ITERATIONS, KILLS, MID_RESPONSE, Proof
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -84,10 +84,13 @@ def test_attempts_are_counted(roots: tuple[Root, Root]):
     assert need(interrupted, RUN, 1, Stage.ROLLOUT).attempt == 1
 
 
-@pytest.mark.parametrize("proof", [EACH_PROCESS], indirect=True)  # another layout rounds otherwise
-def test_the_object_store_has_the_manifests_of_a_run_on_files(whole, roots: tuple[Root, Root]):
-    files, (_, interrupted) = open_root(str(whole[0])), roots
-    comparison = Pair(files, interrupted, RUN).compare(ITERATIONS, 1)
+@pytest.mark.full
+def test_the_object_store_has_the_manifests_of_a_run_on_files(each_process: Proof, home: Path, tmp_path: Path):
+    done = run_tiny(str(tmp_path), home, *PIECES)
+    assert done.code == 0, done.err
+    comparison = Pair(open_root(str(tmp_path)), open_root(f"{each_process.url}/interrupted"), RUN).compare(
+        ITERATIONS, 1
+    )
     assert comparison.differences == ()
     assert comparison.manifests == 4 + 5 * ITERATIONS
     assert min(comparison.weights, comparison.optimizer, comparison.rng, comparison.rows, comparison.metrics) > 0

@@ -12,6 +12,7 @@ from storage.upkeep.catalog import contents
 from storage.upkeep.verify import verify
 from tasks.config.document import load_config
 from tasks.config.stored import record_config
+from tests.forked_python import Finished
 from tests.integration.command import ratchet
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -21,11 +22,21 @@ WHOLE: dict[str, str] = json.loads((GOLDEN / "digests.json").read_text())
 STORED = {place: digest for place, digest in WHOLE.items() if not place.endswith("@2")}
 
 
+def unpacked(folder: Path) -> Root:
+    with tarfile.open(GOLDEN / "run.tar.gz") as archive:
+        archive.extractall(folder / "runs", filter="data")
+    return open_root(str(folder / "runs"))
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Root:
-    with tarfile.open(GOLDEN / "run.tar.gz") as archive:
-        archive.extractall(tmp_path / "runs", filter="data")
-    return open_root(str(tmp_path / "runs"))
+    return unpacked(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory: pytest.TempPathFactory, home: Path) -> tuple[Root, Finished]:
+    root = unpacked(tmp_path_factory.mktemp("golden"))
+    return root, ratchet("run", str(CONFIG), "--run", RUN, "--root", root.url, "--json", home=home)
 
 
 def identities(root: Root) -> dict[str, str]:
@@ -43,9 +54,9 @@ def test_its_configuration_is_no_other_by_todays_rules(root: Root):
 
 
 @pytest.mark.slow
-def test_it_is_continued(root: Root, home: Path):
+def test_it_is_continued(continued: tuple[Root, Finished], root: Root):
     pieces = contents(root, RUN).pieces
-    done = ratchet("run", str(CONFIG), "--run", RUN, "--root", root.url, "--json", home=home)
+    root, done = continued
     assert done.code == 0, done.err
     after = identities(root)
     assert after.keys() == WHOLE.keys()
@@ -62,3 +73,17 @@ def test_it_is_continued(root: Root, home: Path):
     if after["rollout@2"] == WHOLE["rollout@2"]:
         assert after["reward@2"] == WHOLE["reward@2"]
     assert verify(root, RUN).sound
+
+
+@pytest.mark.slow
+def test_standard_output_is_the_result_alone_and_status_reads_it_from_storage(continued: tuple[Root, Finished], home):
+    root, done = continued
+    assert len(done.out.splitlines()) == 1
+    assert done.json.keys() >= {
+        "changes", "iterations", "seconds_total", "seconds_per_iteration", "peak_pss_gib", "run",
+    }  # fmt: skip
+    assert done.json["iterations"] == 2
+    assert 0 < done.json["peak_pss_gib"] < 8
+    status = ratchet("status", RUN, "--root", root.url, "--json", home=home)
+    assert status.code == 0, status.err
+    assert status.json["changes"] == done.json["changes"]

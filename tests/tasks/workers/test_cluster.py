@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -65,10 +66,25 @@ def started(forked):
         yield cluster
 
 
+@contextmanager
+def handler_of_sigterm(handler):
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked")
-def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
-    with Cluster(LOCAL) as cluster:
+@pytest.mark.parametrize("mine", [True, False])
+def test_everything_listens_on_loopback_alone_a_handler_of_sigterm_is_kept_and_nothing_is_left_running(mine):
+    """Without a handler of ours, that of Ray lets the process clean up."""
+
+    def told(number, frame):
+        raise InterruptedError
+
+    with handler_of_sigterm(told if mine else signal.SIG_DFL), Cluster(LOCAL) as cluster:
         cluster.start()
         start_actor()
         processes = cluster.processes()
@@ -76,41 +92,27 @@ def test_everything_listens_on_loopback_alone_and_nothing_is_left_running():
         assert all(process.is_running() for process in processes)
         forked = everything(processes)
         assert listening_addresses(processes) == {"127.0.0.1"}
+        with pytest.raises(InterruptedError if mine else SystemExit):
+            os.kill(os.getpid(), signal.SIGTERM)
     assert not psutil.wait_procs(processes, timeout=0)[1]
     assert gone(forked)
     assert not ray.is_initialized()
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("mine", [True, False])
-def test_a_handler_of_sigterm_is_kept_and_else_that_of_ray_lets_the_process_clean_up(mine):
-    def told(number, frame):
-        raise InterruptedError
-
-    before = signal.signal(signal.SIGTERM, told if mine else signal.SIG_DFL)
-    try:
-        with Cluster(LOCAL) as cluster:
-            cluster.start()
-            with pytest.raises(InterruptedError if mine else SystemExit):
-                os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.slow
-def test_an_earlier_ray_of_this_machine_is_left_alone():
+def test_wherever_the_process_was_started_actors_import_the_project_and_an_earlier_ray_is_left_alone(tmp_path):
     # `ray start` leaves its address behind even when it has ended; Ray would attach to it
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short: paths of sockets may have 107 characters
         Path(folder, "ray").mkdir()
         Path(folder, "ray", "ray_current_cluster").write_text("127.0.0.1:1")
         code = (
-            "from tests.tasks.workers.test_cluster import LOCAL, Cluster, listening_addresses\n"
+            "from tests.tasks.workers.test_cluster import LOCAL, Cluster, listening_addresses, start_actor\n"
             "with Cluster(LOCAL) as cluster:\n    cluster.start()\n    cluster.check_alive()\n"
-            "    assert listening_addresses(cluster.processes()) == {'127.0.0.1'}\n"
+            "    assert listening_addresses(cluster.processes()) == {'127.0.0.1'}\n    start_actor()\n"
         )
-        environment = {**os.environ, "RAY_TMPDIR": folder}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        environment = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": str(Path.cwd())}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
@@ -120,23 +122,15 @@ def test_a_fork_server_outlives_a_ray_that_was_started_after_it(tmp_path):
         "import multiprocessing, os\n"
         "from tests.tasks.workers.test_cluster import LOCAL, Cluster\n"  # imports Ray, which adds to `sys.path`
         "forks = multiprocessing.get_context('forkserver')\n"
-        "for _ in range(2):\n"
+        "def fork():\n"
         "    child = forks.Process(target=os.getpid)\n    child.start()\n    child.join(60)\n"
         "    assert child.exitcode == 0\n"
-        "    with Cluster(LOCAL) as cluster:\n        cluster.start()\n"
+        "fork()\n"
+        "with Cluster(LOCAL) as cluster:\n    cluster.start()\n"
+        "fork()\n"
     )
     code = f"import runpy; runpy.run_path({str(tmp_path / 'forks.py')!r})"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
-
-
-@pytest.mark.slow
-def test_actors_import_the_project_wherever_the_process_was_started(tmp_path):
-    code = (
-        "from tests.tasks.workers.test_cluster import LOCAL, Cluster, start_actor\n"
-        "with Cluster(LOCAL) as cluster:\n    cluster.start()\n    start_actor()\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment)
 
 
 @pytest.mark.slow
@@ -253,6 +247,7 @@ def test_a_process_attaches_with_the_token_and_a_second_ray_in_one_process_is_re
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked")
 def test_an_address_that_accepts_and_never_answers_is_refused_in_time():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
