@@ -23,6 +23,7 @@ from flows.cli.app import app
 from flows.site.entries import read_deployments
 from tasks.config.code_version import PROJECT_ROOT
 from tasks.config.environment import HEARTBEAT_S
+from tests.forked_python import forked_python
 
 SITE = PROJECT_ROOT / "infra" / "site"
 PROJECT = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text())["project"]
@@ -45,10 +46,10 @@ def ratchet(words: list[str]) -> None:
     app.parse_args(words, exit_on_error=False, print_error=False)
 
 
-def prefect_help(words: list[str]) -> str:
+def prefect_help(words: list[str], python: str) -> str:
     """Help text of a Prefect command; proves that the command exists."""
     verbs = [word for word in words if not word.startswith("-")]
-    command = [sys.executable, "-m", "prefect", *verbs, "--help"]
+    command = [python, "-c", "import runpy; runpy.run_module('prefect', run_name='__main__')", *verbs, "--help"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -82,13 +83,14 @@ OURS = {name: one for name, one in COMPOSE["services"].items() if one["image"] =
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
-def test_the_commands_of_the_containers_exist(name: str):
+def test_the_commands_of_the_containers_exist(name: str, tmp_path_factory: pytest.TempPathFactory):
     program, *words = OURS[name]["command"]
     if program == "ratchet":
         ratchet(words)
         assert all((PROJECT_ROOT / word).exists() for word in words if "/" in word)
     elif program == "prefect":
-        said = prefect_help(words[: next((n for n, word in enumerate(words) if word.startswith("-")), len(words))])
+        verbs = words[: next((n for n, word in enumerate(words) if word.startswith("-")), len(words))]
+        said = prefect_help(verbs, forked_python(tmp_path_factory, "command"))
         assert all(word in said for word in words if word.startswith("--")), words
     else:
         assert program == "python"

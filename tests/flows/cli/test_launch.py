@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from flows.views.status import read_status
 from storage.backends.root import Root
 from tasks.config.run import RunConfig
 from tests.flows.runs import MakeRun
+from tests.forked_python import forked_python, of_workers, own, tree
 
 PROJECT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 180.0
@@ -47,25 +47,29 @@ def test_a_complete_run_says_why_it_does_nothing(make_run: MakeRun, root: Root, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_signals")
-def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(prefect_home: Path, tmp_path: Path):
+def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(
+    prefect_home: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
     root, log = f"file://{tmp_path}/runs", tmp_path / "stderr"
+    python = forked_python(tmp_path_factory)
     options = ["--run", "a", "--root", root, "--set", "warmup.steps=5000", "--json"]
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows", "run", str(DEMO_CONFIG), *options],
+            [python, "-m", "flows", "run", str(DEMO_CONFIG), *options],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
             cwd=PROJECT,
-            start_new_session=True,  # its own process group, as a terminal gives to a command
+            env={**os.environ, **of_workers(Path(python))},
         )
     wait_for(log, "iteration 0: train", process)
-    tree = psutil.Process(process.pid).children(recursive=True)
-    assert len(tree) > 3, "the server, Ray and the workers"
-    os.killpg(process.pid, signal.SIGINT)
+    command = own(psutil.Process(process.pid))
+    below = tree(command)[1:]
+    assert len(below) > 3, "the server, Ray and the workers"
+    os.killpg(command.pid, signal.SIGINT)  # as a terminal does: a forked command has a process group of its own
     output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 130
-    _, alive = psutil.wait_procs(tree, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=10)
     assert not alive
     assert output == ""
     last = log.read_text().splitlines()[-1]

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
 from tasks.stages.names import Stage
 from tests.flows.runs import make_manifest
+from tests.forked_python import forked_python
 
 REPORT = {
     "whole": "file:///w", "interrupted": "file:///i", "iterations": 2, "rollouts": "stored",
@@ -82,9 +82,10 @@ def test_nothing_may_differ_be_missed_be_done_twice_or_be_left(change: dict, lin
 
 
 @pytest.mark.slow
-def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path):
+def test_a_root_that_holds_a_proof_is_refused(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
     commit(open_root(str(tmp_path / "whole")), make_manifest(RUN, 0, Stage.PREPARE))
-    command = [sys.executable, "-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]
+    words = ["-m", "flows", "prove-resume", "infra/examples/demo.toml", "--root", str(tmp_path)]
+    command = [forked_python(tmp_path_factory, "command"), *words]
     done = subprocess.run(command, text=True, capture_output=True, env=with_faults(tmp_path / "none"), check=False)
     assert done.returncode == 2
     assert "already holds a proof: give another --root" in done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,12 @@ import pytest
 from storage.backends.root import open_root
 from storage.manifest import need
 from tasks.stages.names import Stage
+from tests.forked_python import forked_python
 from tests.prefect_home import prepared
 from tests.small.config import ITERATIONS
 
 PROJECT = Path(__file__).resolve().parents[3]
+GONE = "import runpy; runpy.run_module('tests.flows.server.gone', run_name='__main__')"
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_a_run_whose_server_dies_goes_on_to_its_end_and_says_so(
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.flows.server.gone", str(tmp_path)],
+        [forked_python(tmp_path_factory, "command"), "-c", GONE, str(tmp_path)],
         cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert "killed" in done.stdout, done.stderr

@@ -14,6 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server import temporary as server_module
 from flows.server.temporary import TemporaryServer, prefect_server
 from storage.errors import InputError, WorkerLost
+from tests.forked_python import forked_python
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -53,8 +54,11 @@ def test_it_ends_when_its_parent_is_killed(prefect_home: Path):
 
 
 @pytest.mark.slow
-def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_server_that_cannot_start_says_why(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(server_module, "_STARTS", 1)
+    monkeypatch.setattr(sys, "executable", forked_python(tmp_path_factory, "command"))
     database = tmp_path / "missing" / "prefect.db"
     monkeypatch.setenv("PREFECT_SERVER_DATABASE_CONNECTION_URL", f"sqlite+aiosqlite:///{database}")
     with (

@@ -5,7 +5,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# each in its own process: the check concerns the state of the whole process
+# each in a process of its own, forked from one that has imported torch: they concern the state of a whole process
 UNDONE = """
 import torch
 from trainer_core.platform import cpu_platform
@@ -62,11 +62,20 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    "code",
-    [UNDONE, UNTOUCHED, LIGHT, PREPARED, NO_GPU],
-    ids=["undone", "untouched", "light", "prepared", "no-gpu"],
-)
-def test_in_a_process_of_its_own(code, model_dir):
+FORKED = """
+import os
+LIGHT, *others = {codes!r}
+exec(LIGHT, {{}})
+import torch
+for code in others:
+    if not (process := os.fork()):
+        exec(code, {{}})
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0, code
+"""
+
+
+def test_each_in_a_process_of_its_own(model_dir):
+    code = FORKED.format(codes=[LIGHT, UNDONE, UNTOUCHED, PREPARED, NO_GPU])
     done = subprocess.run([sys.executable, "-c", code, model_dir], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
