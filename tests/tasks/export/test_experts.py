@@ -14,16 +14,14 @@ from trainer_core.config import ExpertsConfig, ParallelConfig
 
 EP2 = ParallelConfig(data=2, expert=2)
 CASES = [
-    pytest.param("qwen3-moe", "fp32", EP2, id="qwen3-moe"),
+    pytest.param("qwen3-moe", "fp32", EP2, id="qwen3-moe", marks=pytest.mark.full),  # CI divides it by tensor too
     pytest.param("deepseek-v3", "fp32", ParallelConfig(pipeline=2), id="deepseek-v3"),
     pytest.param("deepseek-v3", "bf16", EP2, id="deepseek-v3-bf16"),
     pytest.param(
         "qwen3-moe", "fp32", ParallelConfig(tensor=2, sequence=True, data=2, expert=2), id="qwen3-moe-tp2",
-        marks=pytest.mark.slow,
     ),
     pytest.param(
         "deepseek-v3-without-q-lora", "fp32", ParallelConfig(tensor=2, sequence=True), id="without-q-lora",
-        marks=pytest.mark.slow,
     ),
 ]  # fmt: skip
 

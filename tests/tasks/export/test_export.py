@@ -27,7 +27,10 @@ from trainer_core.config import ParallelConfig
 ONE = pytest.mark.parametrize("stored", ["Llama"], indirect=True)  # checks that do not depend on the kind of model
 
 
-@pytest.fixture(scope="module", params=KINDS)
+BY_HAND = {"Mistral": pytest.mark.full}  # its layers are those of Llama
+
+
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=BY_HAND.get(kind, [])) for kind in KINDS])
 def stored(request, tmp_path_factory):
     """A stored run, its precision, and the folder of the tensors that the trainer sent to engines."""
     kind, precision, parallel, tied = KINDS[request.param]

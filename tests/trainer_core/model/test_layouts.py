@@ -113,12 +113,18 @@ def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
     assert np.nanmax(apart) == pytest.approx(other["ranks"][0]["metrics"]["engine_logprob_diff_max"])
 
 
+ONE, ALL, FEW_TOKENS, ONE_TOKEN = (
+    {"micro_batch_size": 1}, {"micro_batch_size": None}, {"micro_batch_tokens": 25}, {"micro_batch_tokens": 1},
+)  # fmt: skip
+DAILY = [*(("single", limits) for limits in (ONE, ALL, FEW_TOKENS, ONE_TOKEN)), ("dp2", ONE), ("cp2", FEW_TOKENS)]
+"""How CI divides a batch; `test_objectives.py` divides it on more layouts."""
+BY_HAND = [("dp2", ALL), ("dp2", FEW_TOKENS), ("dp2", ONE_TOKEN), ("cp2", ONE), ("cp2", ALL), ("cp2", ONE_TOKEN)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "limits",
-    [{"micro_batch_size": 1}, {"micro_batch_size": None}, {"micro_batch_tokens": 25}, {"micro_batch_tokens": 1}],
+    ("layout", "limits"), [*DAILY, *(pytest.param(*one, marks=pytest.mark.full) for one in BY_HAND)]
 )
-@pytest.mark.parametrize("layout", ["single", "dp2", "cp2"])
 def test_the_gradient_does_not_depend_on_the_micro_batches(walks, layout, limits):
     reference, other = walks(SINGLE), walks(LAYOUTS.get(layout, SINGLE), **limits)
     assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6

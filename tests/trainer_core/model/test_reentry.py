@@ -95,7 +95,7 @@ def plainly(model_dir):
     [
         ("dp2", 1, "gradients"),
         ("dp2", 1, "both"),
-        pytest.param("pp2-dp2", 3, "both", marks=pytest.mark.slow),
+        pytest.param("pp2-dp2", 3, "both", marks=pytest.mark.full),  # CI has it with virtual stages
         pytest.param("tp2-dp2", 4, "both", marks=pytest.mark.slow),
         pytest.param("tp2", 5, "both", marks=pytest.mark.full),  # CI has these beside data parallelism
         pytest.param("pp2", 6, "both", marks=pytest.mark.full),

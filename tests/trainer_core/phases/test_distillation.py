@@ -22,7 +22,6 @@ LAYOUTS = {
     "pp2-vpp2": ParallelConfig(pipeline=2, virtual_pipeline=2),
     "cp2-dp2": ParallelConfig(context=2, data=2),
 }
-PARAMETERS = [name if name == "tp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 QUICK = [name if name == "single" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 """Of this file: in `test_distilling_top.py` the ranks of a quick test divide the teacher."""
 DISTILL = DistillConfig(teacher="given")

@@ -10,7 +10,7 @@ import torch
 from tests.trainer_core.phases.plain import responses_of
 from tests.trainer_core.phases.test_distillation import (
     COUNTED,
-    PARAMETERS,
+    LAYOUTS,
     SAMPLES,
     TEMPERATURE,
     TOP,
@@ -25,6 +25,7 @@ __all__ = ["models"]
 K, WEIGHT = TOP.top_k, 0.3
 POLICY = PolicyConfig(distill=TOP)
 REWARDED = PolicyConfig(distill=TOP.model_copy(update={"reward_weight": WEIGHT}))
+REWARDED_IN_CI = dict.fromkeys(("single", "tp2-sp-pp2"), pytest.mark.slow)
 
 
 def by_loops(own, teacher, chosen):
@@ -109,13 +110,19 @@ def walk(trainer, teacher):
     return scores.top, trainer.train_policy(samples, TEMPERATURE)
 
 
-@pytest.mark.parametrize("layout", PARAMETERS)
-@pytest.mark.parametrize("policy", [POLICY, pytest.param(REWARDED, marks=pytest.mark.slow)], ids=["alone", "rewarded"])
-def test_scores_loss_and_gradient_are_those_of_float64(models, expected, layout, policy):
+@pytest.mark.parametrize(
+    ("layout", "rewarded"),
+    [
+        *(pytest.param(name, False, marks=[] if name == "tp2" else pytest.mark.slow) for name in LAYOUTS),
+        *(pytest.param(name, True, marks=REWARDED_IN_CI.get(name, pytest.mark.full)) for name in LAYOUTS),
+    ],
+)
+def test_scores_loss_and_gradient_are_those_of_float64(models, expected, layout, rewarded):
+    policy = REWARDED if rewarded else POLICY
     tokens, logprobs, loss, norms = expected
     for top, report in run_trainers(models[0], settings(layout, policy=policy), walk, models[1]):
         np.testing.assert_array_equal(top.tokens[COUNTED], tokens)
         np.testing.assert_allclose(top.logprobs[COUNTED], logprobs, rtol=0, atol=1e-5)
         assert not top.tokens[~COUNTED].any()
-        assert report["grad_norm"] == pytest.approx(norms[policy is REWARDED], rel=1e-4)
-        assert policy is REWARDED or report["loss"] == pytest.approx(loss, rel=1e-5)
+        assert report["grad_norm"] == pytest.approx(norms[rewarded], rel=1e-4)
+        assert rewarded or report["loss"] == pytest.approx(loss, rel=1e-5)

@@ -26,8 +26,8 @@ DIVISIONS = {
     "cp4": (ParallelConfig(context=4), 24),
 }
 MARKS = {
-    **{name: [pytest.mark.slow] for name in ("dp2", "tp2-pp2", "pp2-cp2", "cp4")},
-    "cp2": [pytest.mark.full],  # pp2-cp2 and cp4 divide sequences too
+    **dict.fromkeys(("dp2", "tp2-pp2", "pp2-cp2"), pytest.mark.slow),
+    **dict.fromkeys(("cp2", "cp4"), pytest.mark.full),  # pp2-cp2 divides sequences too
 }
 PARAMETERS = [pytest.param(name, marks=MARKS.get(name, [])) for name in DIVISIONS]
 OBJECTIVES = {

@@ -14,26 +14,24 @@ SINGLE = ParallelConfig()
 EP2 = ParallelConfig(data=2, expert=2)
 CP2 = ParallelConfig(context=2)
 UNEVEN = ParallelConfig(pipeline=2, layers_first_stage=3)
+BY_HAND = pytest.mark.full  # CI has a move that both divisions of these have a part in
 MOVES = [
-    pytest.param("deepseek-v3", EP2, SINGLE, id="ep2-to-ep1"),
+    pytest.param("deepseek-v3", EP2, SINGLE, id="ep2-to-ep1", marks=BY_HAND),
     pytest.param(
-        "qwen3-moe", SINGLE, ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1), id="to-tp2-ep2-etp1",
-        marks=pytest.mark.slow,
+        "qwen3-moe", SINGLE, ParallelConfig(tensor=2, sequence=True, expert=2, expert_tensor=1), id="to-tp2-ep2-etp1"
     ),
     pytest.param(
         "qwen3-moe", ParallelConfig(tensor=2, sequence=True, data=2, expert=2),
-        ParallelConfig(pipeline=2, virtual_pipeline=2), id="tp2-dp2-ep2-to-pp2-vpp2", marks=pytest.mark.slow,
+        ParallelConfig(pipeline=2, virtual_pipeline=2), id="tp2-dp2-ep2-to-pp2-vpp2",
     ),
-    pytest.param("deepseek-v3", EP2, ParallelConfig(pipeline=2), id="ep2-to-pp2", marks=pytest.mark.slow),
-    pytest.param("qwen3", CP2, SINGLE, id="cp2-to-cp1"),
-    pytest.param("qwen3", CP2, ParallelConfig(data=2), id="cp2-to-dp2", marks=pytest.mark.slow),
-    pytest.param("qwen3", UNEVEN, ParallelConfig(pipeline=2), id="uneven-to-even"),
-    pytest.param(
-        "qwen3-moe", ParallelConfig(context=2, expert=2), UNEVEN, id="cp2-ep2-to-uneven", marks=pytest.mark.slow,
-    ),
+    pytest.param("deepseek-v3", EP2, ParallelConfig(pipeline=2), id="ep2-to-pp2"),
+    pytest.param("qwen3", CP2, SINGLE, id="cp2-to-cp1", marks=BY_HAND),
+    pytest.param("qwen3", CP2, ParallelConfig(data=2), id="cp2-to-dp2"),
+    pytest.param("qwen3", UNEVEN, ParallelConfig(pipeline=2), id="uneven-to-even", marks=BY_HAND),
+    pytest.param("qwen3-moe", ParallelConfig(context=2, expert=2), UNEVEN, id="cp2-ep2-to-uneven"),
     pytest.param(
         "deepseek-v3", ParallelConfig(context=2, pipeline=2, layers_last_stage=1, expert=2),
-        ParallelConfig(pipeline=2, virtual_pipeline=2), id="uneven-cp2-ep2-to-pp2-vpp2", marks=pytest.mark.slow,
+        ParallelConfig(pipeline=2, virtual_pipeline=2), id="uneven-cp2-ep2-to-pp2-vpp2",
     ),
 ]  # fmt: skip
 
