@@ -14,7 +14,7 @@ from tasks.stages.names import Stage
 from tests.integration.command import NOTEBOOK, PIECES, RUN, TINY, committed, python, ratchet, run_tiny
 from tests.pages import examples
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 EXAMPLES = PROJECT_ROOT / "infra" / "examples"
 NAMES = {"my-run": RUN, "my.toml": str(TINY)}
 """Names in the examples of pages, and their replacements here."""

@@ -10,6 +10,7 @@ from tests.pages import examples
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_stored_samples_are_trained_on_and_the_model_is_exported(whole, home, tmp_path):
     code = examples("python.md", "Train on stored samples", {"my-run": RUN, "./runs": whole})
     code = code.replace("epochs=1", "epochs=1, settings=['train.parallel.pipeline=2']")

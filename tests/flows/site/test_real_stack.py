@@ -18,6 +18,7 @@ from storage.manifest import need
 from storage.ownership.lease import check_free
 from tasks.stages.names import Stage
 from tests.flows.site.conftest import (
+    DEADLINE_S,
     PROJECT,
     SiteHere,
     ended,
@@ -115,7 +116,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
         processes = tree(process)
         clicked = time.monotonic()
         page.get_by_role("dialog").get_by_role("button", name="Confirm").click()
-        psutil.wait_procs(processes, timeout=120)
+        psutil.wait_procs(processes, timeout=DEADLINE_S)
         (pictures / "cancel.txt").write_text(
             f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s"
         )

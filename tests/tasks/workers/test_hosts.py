@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -90,10 +89,8 @@ def test_a_role_is_packed_or_spread_and_two_runs_never_share_what_ray_keeps(node
     spread = reserve("one", "engines", PAIR)
     assert set(spread.nodes) <= set(nodes)
     assert reserve("one", "engines", PAIR).group.id == spread.group.id  # a later process of the run
-    began = time.monotonic()
     with pytest.raises(InputError, match=r"trainers of run two: 2 CPU are needed, 1 CPU together .* 0 of 4 CPU free"):
         reserve("two", "trainers", PAIR)
-    assert time.monotonic() - began < 60
     give_up("one")
     assert set(reserve("two", "engines", [{"CPU": 2.0}] * 2).nodes) == set(nodes)
     give_up("two")
