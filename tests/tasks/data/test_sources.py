@@ -242,8 +242,8 @@ class Peak:
 
 @pytest.mark.slow
 def test_a_large_source_takes_little_memory(tmp_path):
-    """Only one batch of records at a time is in memory; the table is a file. As objects these take 300 MiB."""
-    rows = 200_000
+    """Only one batch of records at a time is in memory; the table is a file. As objects these take 150 MiB."""
+    rows = 100_000
     with (tmp_path / "a.jsonl").open("w") as file:
         file.writelines(f'{{"id": {n}, "prompt": "{n}+1="}}\n' for n in range(rows))
     with Peak() as peak:
