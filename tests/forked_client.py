@@ -49,6 +49,7 @@ def main(folder: str, python: str, arguments: list[str]) -> None:
     server.connect(f"{folder}/{kind}/socket")
     order = {
         "files": files, "arguments": arguments[options:], "environment": dict(os.environ), "folder": str(Path.cwd()),
+        "ignored": {number: signal.getsignal(number) == signal.SIG_IGN for number in HANDED_ON},
     }  # fmt: skip
     passed = array.array("i", [*files, lifeline])
     server.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])

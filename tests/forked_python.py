@@ -180,6 +180,9 @@ def _become(order: dict[str, Any], files: list[int]) -> None:
         os.setsid()  # Ray ends the group of processes of a worker
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, ignored in order["ignored"].items():  # by the client; who started the server is another process
+            default = signal.default_int_handler if int(number) == signal.SIGINT else signal.SIG_DFL
+            signal.signal(int(number), signal.SIG_IGN if ignored else default)
         _take(order["files"], files)
         sys.stdin, sys.stdout, sys.stderr = (os.fdopen(file, mode, closefd=False) for file, mode in enumerate("rww"))
         sys.stderr.reconfigure(errors="backslashreplace", line_buffering=True)

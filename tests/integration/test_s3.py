@@ -31,10 +31,12 @@ def test_no_group_is_there_twice(url):
     assert manifest.attempt == 1
 
 
-def test_a_process_of_its_own_reads_it(url, whole, home):
+def test_a_process_of_its_own_reads_it(url, proof, home):
     verified = ratchet("verify", RUN, "--root", url, "--json", home=home)
     assert verified.code == 0, verified.err + verified.out
-    killed, undisturbed = (ratchet("status", RUN, "--root", root, "--json", home=home) for root in (url, whole))
+    killed, undisturbed = (
+        ratchet("status", RUN, "--root", root, "--json", home=home) for root in (url, f"{proof.url}/whole")
+    )
     assert killed.code == 0, killed.err
     assert killed.json["changes"] == undisturbed.json["changes"]
 
