@@ -117,7 +117,7 @@ ONE, ALL, FEW_TOKENS, ONE_TOKEN = (
     {"micro_batch_size": 1}, {"micro_batch_size": None}, {"micro_batch_tokens": 25}, {"micro_batch_tokens": 1},
 )  # fmt: skip
 DAILY = [*(("single", limits) for limits in (ONE, ALL, FEW_TOKENS, ONE_TOKEN)), ("dp2", ONE), ("cp2", FEW_TOKENS)]
-"""How CI divides a batch; `test_objectives.py` divides it on more layouts."""
+"""Divisions of a batch in CI; `test_objectives.py` divides it on more layouts."""
 BY_HAND = [("dp2", ALL), ("dp2", FEW_TOKENS), ("dp2", ONE_TOKEN), ("cp2", ONE), ("cp2", ALL), ("cp2", ONE_TOKEN)]
 
 
