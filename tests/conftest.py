@@ -45,7 +45,6 @@ SHARES = {
     "tests/integration/test_retrain.py": "tests/integration/test_loop.py",
     "tests/integration/test_s3.py": "tests/integration/test_loop.py",
     "tests/tasks/workers/test_fleet.py": "tests/tasks/engine/vllm",  # engines too
-    "tests/tasks/workers/test_logs.py": "tests/tasks/workers/test_actors.py",  # one Ray for the actors of all
     "tests/tasks/workers/test_standby.py": "tests/tasks/workers/test_actors.py",
     "tests/tasks/workers/test_survivors.py": "tests/tasks/workers/test_actors.py",
     "tests/tasks/workers/test_release.py": "tests/tasks/workers/test_cluster.py",

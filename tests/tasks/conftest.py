@@ -1,5 +1,5 @@
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,14 +69,26 @@ def served(engines):
     return engines["qwen3", False]
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """A local Ray."""
+    with _started() as started:
+        yield started
+
+
 @pytest.fixture(scope="session")
 def cluster_of_group(group_end):
     """A local Ray for the files of one group."""
     with ExitStack() as ends:
         group_end.callback(ends.close)
-        cluster = ends.enter_context(Cluster(Settings(ray_address=None, gpus=())))
-        cluster.start()
-        yield cluster
+        yield ends.enter_context(_started())
+
+
+@contextmanager
+def _started():
+    with Cluster(Settings(ray_address=None, gpus=())) as started:
+        started.start()
+        yield started
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import time
 import pytest
 
 from tasks.workers.actors import WorkerGroup, fresh_names, short_name, spawn
+from tasks.workers.cluster import Cluster
 from tasks.workers.logs import BURST, PER_S, Lines, heard
 
 DEADLINE_S = 60.0
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster_of_group")
-def test_every_rank_is_heard_by_its_name():
+def test_every_rank_is_heard_by_its_name(cluster: Cluster):
     said: list[str] = []
     with heard(said.append, print):
         names = fresh_names("a/trainers/settings", 2)
