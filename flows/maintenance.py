@@ -14,7 +14,7 @@ from storage.errors import LeaseHeld, RatchetError, StorageInterrupted
 from storage.ownership.lease import hold
 from storage.upkeep.archive import compact_new, without_texts
 from storage.upkeep.beside import collect_beside, verify_beside
-from storage.upkeep.catalog import require_run, runs
+from storage.upkeep.catalog import require_run, require_runs
 from storage.upkeep.retention import collect
 from tasks.config.environment import without_secrets
 from tasks.data.tokenizer import texts_of
@@ -57,11 +57,11 @@ def maintain_root(
     root: Root, upkeep: Upkeep, chosen: Sequence[str] = (), say: Callable[[str], object] = lambda _: None
 ) -> Maintenance:
     """Do the upkeep of all runs, or of the chosen ones; `say` is called with a line for each finished run. Raises
-    InputError if a chosen run does not exist, StorageInterrupted if the store does not answer."""
+    InputError if a chosen run does not exist, or none, StorageInterrupted if the store does not answer."""
     for name in chosen:
         require_run(root, name)
     done: list[RunUpkeep] = []
-    for name in chosen or runs(root):
+    for name in chosen or require_runs(root):
         done.append(_kept_up(root, name, upkeep))
         say(line_of(done[-1]))
     return Maintenance(root=root.url, runs=tuple(done))

@@ -131,6 +131,14 @@ UPKEEP = (
         _ENTRIES,
     ),
     Mutant(
+        "sound-without-runs",
+        "the upkeep of a root that is named wrongly ends well",
+        "storage/upkeep/catalog.py",
+        "    if not (found := runs(root)):\n",
+        "    if (found := runs(root)) is None:\n",
+        ("tests/flows/test_maintenance.py",),
+    ),
+    Mutant(
         "misspelled-parameters",
         "a parameter that no flow has is ignored",
         "flows/site/entries.py",

@@ -76,6 +76,8 @@ def retrain_config(
     """The configuration of a run on stored samples: as recorded, or for a new run that of the run it begins from.
     `config` is the path or URL of a TOML file with the settings that differ; `given`, keys of [retrain], replace those
     in it, and `settings`, each `section.key=value`, all others. Raises InputError: it cannot be used."""
+    if not str(given.get("where", "all")).strip():
+        raise InputError("the condition `where` is empty, and would select every sample: leave it out to take them all")
     changes = {} if config is None else load_changes(config)
     changes = merged(changes, {"retrain": dict(given)} if given else {})
     apply_overrides(changes, settings)

@@ -12,7 +12,7 @@ from storage.errors import InputError
 from storage.ownership.lease import hold, unlock
 from storage.ownership.process import this_process
 from storage.upkeep.archive import compact, without_texts
-from storage.upkeep.catalog import contents, names, names_of, runs, summaries
+from storage.upkeep.catalog import contents, names, names_of, require_runs, summaries
 from storage.upkeep.lineage import of_sample, of_weights, parse_sample
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
@@ -89,7 +89,7 @@ def verify_command(
         report = verify(common.of_run(run), run)
         return common.show(report, lines.of_verification(report), report.sound)
     store = common.store
-    found = lines.Verifications(root=store.url, runs=tuple(verify(store, name) for name in runs(store)))
+    found = lines.Verifications(root=store.url, runs=tuple(verify(store, name) for name in require_runs(store)))
     total = sum(not one.sound for one in found.runs)
     each = [line for one in found.runs for line in lines.of_verification(one)]
     last = f"{count(len(found.runs), 'run')} in {found.root}, {f'{total} of them NOT SOUND' if total else 'all sound'}"

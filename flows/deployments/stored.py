@@ -27,7 +27,7 @@ from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.ids import check_run_name
 from storage.revisions import read_revisions
-from storage.upkeep.catalog import require_run, runs
+from storage.upkeep.catalog import require_run, require_runs
 from storage.upkeep.fork import Announce
 from storage.upkeep.redoing import unfinished
 from storage.upkeep.verify import Verification, verify
@@ -223,7 +223,7 @@ def verify_runs(root: str, run: str = "") -> State[Any]:
         store = open_root(root)
         if run:
             require_run(store, run)
-        return show_verified([verify(store, name) for name in ([run] if run else runs(store))])
+        return show_verified([verify(store, name) for name in ([run] if run else require_runs(store))])
 
     return attempt(Asked(run or "*", root, f"verify {f'run {run}' if run else 'all runs'}", _AGAIN), work)
 
@@ -324,9 +324,7 @@ def show_verified(found: list[Verification]) -> State[Any]:
     if broken:
         return Failed(message=f"not sound: {', '.join(broken)}. The artifact names each object; Retry reads it again")
     sound = ", ".join(one.run for one in found)
-    return Completed(
-        message=f"sound: {sound}" if found else "the root has no runs, so nothing was read: check its name"
-    )
+    return Completed(message=f"sound: {sound}")
 
 
 def show_maintained(done: Maintenance, root: str, forgotten: str) -> State[Any]:
@@ -343,5 +341,4 @@ def show_maintained(done: Maintenance, root: str, forgotten: str) -> State[Any]:
     problems = [f"run {one.run}: {text}" for one in done.runs for text in one.problems]
     if problems:
         return Failed(message="\n\n".join([f"{count(len(problems), 'problem')} in {root}", *problems]))
-    runs = f"no problem in {count(len(done.runs), 'run')}" if done.runs else f"{root} has no runs: check its name"
-    return Completed(message=f"{runs}; {forgotten}")
+    return Completed(message=f"no problem in {count(len(done.runs), 'run')}; {forgotten}")

@@ -283,7 +283,7 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageUnavailable(
                 f"no space left while writing {root.url}/{key} ({os.strerror(number)}). Nothing that was committed is "
-                "lost: free space and start the same command again"
+                "lost: free space and start the same command again. A run without its folder report makes that again"
             ) from error
         fact = f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
         raise StorageUnavailable(f"{fact}. Correct --root, or what this user may do there") from error
@@ -316,7 +316,7 @@ def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:
     check_slashes(url, "storage root")
     given, url = url, absolute_url(url)
     scheme, _, place = url.partition("://")
-    if re.match(r"[^:]+\.py:\w+(?!.*://)", given) or (not place.strip("/") and scheme != "file"):
+    if not given.strip() or re.match(r"[^:]+\.py:\w+(?!.*://)", given) or (not place.strip("/") and scheme != "file"):
         raise InputError(f"storage root {given!r} names no place in the store. {GIVE}")
     if scheme in OURS:
         return Root(url, OURS[scheme](url, options))

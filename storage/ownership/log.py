@@ -50,7 +50,7 @@ def newest(root: Root, run: str) -> Entry | None:
             return read(root, run, number)
         except (DigestMismatch, SchemaMismatch) as error:
             fact = f"it is not known which process drives run {run}: {error}"
-            raise type(error)(f"{fact}. If none does, `ratchet unlock {run} --force` frees the run") from error
+            raise type(error)(f"{fact}. If none drives it, `ratchet unlock {run} --force` frees the run") from error
         except NotCommitted:  # removed since it was listed
             later = newest_number(root, run)
             if later == number:

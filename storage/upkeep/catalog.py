@@ -151,6 +151,13 @@ def require_run(root: Root, run: str) -> None:
         raise InputError(f"there is no run {run!r} in {root.url}, {there}: check --root and the name")
 
 
+def require_runs(root: Root) -> list[str]:
+    """All runs. Raises InputError if there are none: of a place that is named wrongly nothing is known to be sound."""
+    if not (found := runs(root)):
+        raise InputError(f"there are no runs in {root.url}: check the name of the root")
+    return found
+
+
 def stored_states(root: Root, run: str, stage: str, recorded: Names) -> list[int]:
     """Iterations whose train states, which `stage` makes, are kept and were stored, sorted."""
     newest = recorded.newest

@@ -136,6 +136,12 @@ def test_a_run_that_does_not_exist_is_refused(root: Root):
         maintain_root(root, ALL, ["z"])
 
 
+def test_a_root_without_runs_is_refused_because_its_name_may_be_wrong(tmp_path, capfd):
+    for words in (["maintain"], ["verify", "--all"]):
+        assert execute([*words, f"--root={tmp_path}/mistyped"]) == InputError.exit_code
+        assert f"there are no runs in file://{tmp_path}/mistyped" in capfd.readouterr().err
+
+
 def test_the_command_says_what_it_did_and_fails_on_a_problem(root: Root, capfd):
     assert execute(["maintain", f"--root={root.url}", "--json"]) == 0
     done = json.loads(capfd.readouterr().out.splitlines()[-1])

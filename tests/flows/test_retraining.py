@@ -224,6 +224,7 @@ def test_verify_knows_what_was_selected_from(tmp_path: Path):
     ("settings", "given", "words"),
     [
         ((), {"where": "reward > 1000"}, "nothing is selected: 36 samples were examined"),
+        ((), {"where": " "}, "the condition `where` is empty"),
         ((), {"where": "rewad > 1"}, "did you mean 'reward'"),
         ((), {"select": ["nothing"]}, "no run 'nothing'"),
         ((), {"start": "nothing@1"}, "no run 'nothing'"),

@@ -183,6 +183,7 @@ def test_a_backend_that_cannot_be_used_is_refused_with_its_place(tmp_path, kind)
         ("nowhere/mine.py:Mine://here", "there is no file .*/nowhere/mine.py"),
         ("no_such_package.module:Mine://here", "no_such_package"),
         ("s3://", "names no place"),
+        (" ", "names no place"),
         (f"{EXAMPLE}:SQLite:/folder/runs.db", "names no place"),
         (f"{EXAMPLE}://relative.db", r"ValueError: .*not an absolute path.* \(backend.py, line "),
     ],
