@@ -27,7 +27,6 @@ from storage.errors import (
     SchemaMismatch,
     StageFailed,
     StorageError,
-    WrongRecord,
 )
 from storage.ids import RunName, StageName
 from storage.revisions import Revisions, read_revisions
@@ -265,8 +264,7 @@ def load(root: Root, key: str) -> Manifest:
     text = records.unseal(root.read_bytes(key), where)
     manifest = records.parse(text, Manifest, where)
     if manifest.key != key:
-        fact = f"{where} holds the manifest of {manifest.key}: it was copied or renamed by hand"
-        raise WrongRecord(f"{fact}. Remove it, or restore the original")
+        raise records.misplaced(where, "manifest", manifest.key, key)
     if foreign := _foreign(manifest):
         raise SchemaMismatch(f"{where} {foreign}. Restore the manifest from a copy")
     return manifest

@@ -63,7 +63,14 @@ def unseal(data: bytes, where: str, key: str | None = None) -> bytes:
         raise DigestMismatch(f"{fact}. Restore the object from a copy")
     text, _, place = body.rpartition(_PLACE)
     if key is not None and (not text or place != json.dumps(key).encode()):
-        of = place.decode(errors="replace") if text else "no place"
-        fact = f"{where} holds the record of {of}: it was copied or renamed by hand"
-        raise WrongRecord(f"{fact}. Remove it, or restore the original")
+        raise misplaced(where, "record", place.decode(errors="replace") if text else "no place", key)
     return (text or body) + b"\n}"
+
+
+def misplaced(where: str, what: str, of: str, key: str) -> WrongRecord:
+    """The error for the record of another key at `key`: of a renamed run every record is one."""
+    fact = f"{where} holds the {what} of {of}: it was copied or renamed by hand. Remove it, or restore the original"
+    run = of.strip('"').partition("/")[0]
+    if "/" not in of or key.startswith(f"{run}/"):
+        return WrongRecord(fact)
+    return WrongRecord(f"{fact}. The folder of run {run} keeps that name; `ratchet fork` copies a run under another")

@@ -11,7 +11,7 @@ import pytest
 from storage import layout, records
 from storage.backends.root import Root, open_root
 from storage.errors import RatchetError, StorageError, WrongRecord
-from storage.manifest import commit
+from storage.manifest import commit, load
 from storage.ownership.lease import acquire, hold, unlock
 from storage.ownership.log import newest
 from storage.ownership.process import this_process
@@ -203,6 +203,15 @@ def test_sources_of_a_later_form_are_named_and_hinder_no_other_run(two, data):
     assert [(one.fault, one.key) for one in verify(two, RUN).findings] == [(Problem.DAMAGED, part.key)]
     assert of_sample(two, WORKFLOW, "other", 1, "p0", 0).used_by
     others_work(two, RUN)
+
+
+def test_a_run_whose_folder_was_renamed_is_refused_with_its_name(root):
+    make_run(root, RUN)
+    (root.folder / RUN).rename(root.folder / "other")
+    with pytest.raises(WrongRecord, match=rf"The folder of run {RUN} keeps that name; `ratchet fork` copies"):
+        load(root, layout.manifest_key("other", 1, Stage.ROLLOUT, 0))
+    with pytest.raises(WrongRecord, match=rf"The folder of run {RUN} keeps that name; `ratchet fork` copies"):
+        records.read(root, layout.run_config_key("other"), Removal)
 
 
 def test_a_copied_record_of_a_removal_removes_nothing(two):
