@@ -80,6 +80,14 @@ STORAGE = (
         _ROOT,
     ),
     Mutant(
+        "release-lost-for-us",
+        "a lease whose release could not be written keeps its own process out",
+        "storage/ownership/lease.py",
+        "                    _ENDED.add(self._entry.token)\n",
+        "",
+        _LEASE,
+    ),
+    Mutant(
         "failure-is-absence",
         "a folder that cannot be listed counts as empty",
         "storage/backends/local.py",

@@ -283,7 +283,7 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StorageUnavailable(
                 f"no space left while writing {root.url}/{key} ({os.strerror(number)}). Nothing that was committed is "
-                "lost: free space and start the same command again. A run without its folder report makes that again"
+                "lost: free space and start the same command again"
             ) from error
         fact = f"storage failed at {root.url}/{key}: {type(error).__name__}: {error}"
         raise StorageUnavailable(f"{fact}. Correct --root, or what this user may do there") from error

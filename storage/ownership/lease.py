@@ -37,6 +37,8 @@ _RENEWALS = 3  # per period
 _LOOKS = 60  # per period, by a process that watches
 _RELEASE_SECONDS = 5.0  # patience of the last entry: without it the run is free one period later
 
+_ENDED: set[str] = set()  # tokens of this process's leases whose end could not be written
+
 _SIGNAL = signal.SIGURG  # ignored by the system where nothing handles it, so a late one does no harm
 
 
@@ -98,6 +100,7 @@ class Lease:
                 except LeaseLost:
                     pass
                 except StorageError as failure:
+                    _ENDED.add(self._entry.token)
                     logger.warning("the lease of run %s could not be released: %s", self.run, failure)
 
     def _loss(self) -> LeaseLost:
@@ -290,12 +293,12 @@ def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
 
 
 def _is_free(entry: Entry | None) -> bool:
-    return entry is None or entry.kind == "released" or life(entry.owner) is Life.DEAD
+    return entry is None or entry.kind == "released" or entry.token in _ENDED or life(entry.owner) is Life.DEAD
 
 
 def _is_at_work(entry: Entry, clock: Clock) -> bool:
     # one machine has one wall clock; if it jumps, only a refusal is premature or delayed by a watch
-    return entry.kind != "released" and life(entry.owner) is Life.ALIVE and clock.wall() < entry.expires
+    return not _is_free(entry) and life(entry.owner) is Life.ALIVE and clock.wall() < entry.expires
 
 
 def _acquisition(newest: int | None, owner: Owner, seconds: float, clock: Clock) -> Entry:

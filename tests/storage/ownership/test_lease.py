@@ -10,7 +10,7 @@ from storage.errors import CommitConflict, LeaseHeld, LeaseLost, StorageInterrup
 from storage.manifest import commit, find
 from storage.ownership.lease import acquire, describe, holder, unlock
 from storage.ownership.log import newest
-from storage.ownership.process import Clock
+from storage.ownership.process import Clock, this_process
 from tasks.stages.names import Stage
 from tests.storage.clocks import Time, elsewhere
 from tests.storage.flaky import flaky_root
@@ -193,6 +193,15 @@ def test_a_commit_that_comes_late_is_the_one_that_all_adopt(take, any_root):
 def test_the_run_is_free_at_once_after_a_release(take, moment):
     take("one").release()
     take("two")
+    assert moment.now == 0
+
+
+def test_a_release_that_a_full_disk_refuses_frees_the_run_for_this_process(moment):
+    root = flaky_root(["ok", "disk full"])
+    for owner in (this_process("one"), this_process("two")):  # one call in a notebook, and the next
+        lease = acquire(root, "run", owner, SECONDS, moment.clock(), moment.pass_by)
+        lease.release()
+    assert lease.epoch == 2
     assert moment.now == 0
 
 
