@@ -84,7 +84,8 @@ def _release(run: str) -> int:
 
 def _stopped_lines(stopped: Stopped) -> list[str]:
     if not stopped.ended:
-        return [f"process {stopped.process}, which drives run {stopped.run}, has not ended within {_WAIT_S:g} s"]
+        fact = f"process {stopped.process}, which drives run {stopped.run}, has not ended within {_WAIT_S:g} s"
+        return [f"{fact}: `kill -9 {stopped.process}` ends it, and nothing that is committed is lost"]
     did = "no process drives it" if stopped.process is None else f"process {stopped.process} has ended"
     released = [] if stopped.released is None else [f"{stopped.released} processes on the cluster were ended"]
     return [f"run {stopped.run}: {did}", *released]

@@ -134,7 +134,8 @@ class Lease:
         if last is None or last.number < self._entry.number:
             self._lost = f"its entry {layout.lease_key(self.run, self._entry.number)} was removed"
         else:
-            self._lost = f"it was {'ended' if last.kind == 'released' else 'taken over'} by {last.owner}"
+            unlocked = last.kind == "released" and last.epoch in (self.epoch, last.number)
+            self._lost = f"it was {'ended' if unlocked else 'taken over'} by {last.owner}"
         loss, listeners, self._listeners = self._loss(), self._listeners, []
         for listener in listeners:
             listener(loss)

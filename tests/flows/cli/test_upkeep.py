@@ -98,7 +98,8 @@ def test_stop_says_so_if_the_process_does_not_end(driving, root: Root, monkeypat
     psutil.Process(driving.pid).suspend()
     monkeypatch.setattr(upkeep, "_WAIT_S", 0.2)
     assert execute(["stop", "a", "--root", root.url]) == 1
-    assert f"process {driving.pid}, which drives run a, has not ended within 0.2 s" in capfd.readouterr().out
+    fact = f"process {driving.pid}, which drives run a, has not ended within 0.2 s: `kill -9 {driving.pid}` ends it"
+    assert fact in capfd.readouterr().out
 
 
 def test_stop_refuses_a_process_of_another_machine(make_run: MakeRun, root: Root):

@@ -205,6 +205,13 @@ def test_a_release_that_a_full_disk_refuses_frees_the_run_for_this_process(momen
     assert moment.now == 0
 
 
+def test_a_process_that_took_the_run_over_and_ended_did_take_it_over(take):
+    first = take("one")
+    take("two").release()
+    with pytest.raises(LeaseLost, match="it was taken over by two"):
+        first.check()
+
+
 def test_releasing_what_is_lost_harms_nobody(take, any_root):
     first, second = take("one"), take("two")
     first.release()
