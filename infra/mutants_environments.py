@@ -8,6 +8,14 @@ _STATE = "tasks/environments/conversation.py"
 
 ENVIRONMENTS = (
     Mutant(
+        "environment-edited-under-way",
+        "a host that replaces a lost one plays the file as it is edited, under the digest of the first",
+        "tasks/environments/hosting.py",
+        '        if self.source not in ("", hello["source"]):',
+        "        if False:",
+        ("tests/tasks/environments/test_hosting.py",),
+    ),
+    Mutant(
         "conversations-of-two-lengths",
         "a run whose conversations grow until the context ends them goes on with another context",
         "tasks/config/stored.py",

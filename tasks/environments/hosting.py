@@ -128,6 +128,12 @@ class Host:
                 f"environment.function {found.name!r} cannot be used: {without_secrets(hello['detail'])}. Fix it, set "
                 "environment.arguments, or name another one"
             )
+        if self.source not in ("", hello["source"]):  # what is played is recorded under the digest of the first
+            self.__exit__()
+            raise InputError(
+                f"environment.function {found.name!r} has changed while conversations were under way, and a host of it "
+                "was lost: put the file back to go on with them, or start again to play this iteration with the new one"
+            )
         self.source, self.drives, self.reads = hello["source"], hello["drives"], hello["reads"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from storage.errors import InputError
 from tasks.config.reward import EnvironmentSection
 from tasks.environments.hosting import EnvironmentFailed, Host, host_processes
 
@@ -99,6 +100,21 @@ def test_an_environment_that_cannot_begin_says_why(tmp_path, kind, told):
     arguments = {"marks": str(tmp_path / "mark")} if kind == "Unmade" else {}
     with Host(EnvironmentSection(function=f"{FILE}:{kind}", arguments=arguments)) as host:
         asyncio.run(play(host))
+
+
+def test_an_edited_environment_does_not_go_on_with_the_conversations_of_the_first(tmp_path):
+    file = tmp_path / "edited.py"
+    file.write_text(Path(FILE).read_text())
+
+    async def main() -> None:
+        with pytest.raises(InputError, match="Leaving' has changed while conversations were under way"):
+            await host.open()
+
+    with Host(EnvironmentSection(function=f"{file}:Leaving")) as host:
+        file.write_text(f"{file.read_text()}\n")
+        os.kill(*host_processes().values(), signal.SIGKILL)
+        asyncio.run(main())
+    assert host_processes() == {}
 
 
 def test_a_host_that_is_being_killed_is_replaced_before_anything_is_asked_of_it():
