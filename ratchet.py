@@ -233,14 +233,12 @@ def export(which: str, to: Place, *, root: Place = DEFAULT_ROOT, **settings: Any
     """Write a trained model as a Hugging Face folder, as `ratchet export` does.
 
     `which` is RUN for its last iteration, RUN@ITERATION, or RUN@best; `to` is the new folder, a local path or an fsspec
-    URL. `settings` are fields of `tasks.export.settings.ExportSettings`: `precision`, by default that of the trained
+    URL. `settings` are fields of `tasks.export.order.ExportSettings`: `precision`, by default that of the trained
     state, `adapter` or `critic`. Raises InputError if there is no such state, the folder exists, or a setting cannot be
     used.
     """
     from tasks.config.section import settings_of
-    from tasks.export.choice import choose
-    from tasks.export.settings import ExportSettings
-    from tasks.export.target import ExportFolder
+    from tasks.export.order import ExportFolder, ExportSettings, choose
 
     asked, store = settings_of(ExportSettings, settings, "an export"), _opened(root)
     chosen, target = choose(store, which), ExportFolder.new(os.fspath(to))

@@ -19,7 +19,7 @@ from tasks.checks import check_config, prepared_stage
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.stored import StoredConfig, read_config
-from tasks.export.choice import Chosen, choose
+from tasks.export.order import Chosen, choose
 from tasks.rewards.judge import Judges
 from tasks.stages.context import Performer, RunContext, directly, persistent
 from tasks.stages.evaluation import evaluation
@@ -39,7 +39,7 @@ def evaluate_weights(
     performer: Performer = directly,
 ) -> EvaluationRecord:
     """Evaluate the weights of one iteration, or find that evaluation in storage; `which` is as
-    `tasks.export.choice.choose` takes it. Raises InputError if there are no such weights, or they cannot be served
+    `tasks.export.order.choose` takes it. Raises InputError if there are no such weights, or they cannot be served
     here."""
     instead = "export them, and start a run that begins with that model"
     store, chosen, revisions, stored = choose_served(root, which, instead)

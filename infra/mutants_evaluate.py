@@ -35,7 +35,7 @@ EVALUATE = (
     Mutant(
         "best-by-the-mean-reward",
         "the mean reward is taken where there is no pass rate",
-        "tasks/export/choice.py",
+        "tasks/export/order.py",
         '_METRICS = {PASSES: "pass_rate",',
         '_METRICS = {PASSES: "reward_mean",',
         _CHOICE,
@@ -43,7 +43,7 @@ EVALUATE = (
     Mutant(
         "best-of-two-functions",
         "the best iteration is chosen among values of different reward functions",
-        "tasks/export/choice.py",
+        "tasks/export/order.py",
         "_judged_by(one, measure) == _judged_by(newest, measure)",
         "True",
         _CHOICE,

@@ -106,7 +106,7 @@ TASKS = (
     Mutant(
         "export-not-read-back",
         "a damaged export counts as a model",
-        "tasks/export/target.py",
+        "tasks/export/order.py",
         "        self._check(list(self.digests))\n",
         "",
         _EXPORT,
@@ -114,7 +114,7 @@ TASKS = (
     Mutant(
         "export-of-a-retired-state",
         "a state that retention has deleted is chosen for export",
-        "tasks/export/choice.py",
+        "tasks/export/order.py",
         "if state.parts and state.key in recorded.kept and at in synced",
         "if state.parts and at in synced",
         _EXPORT,

@@ -11,9 +11,7 @@ from flows.views.output import Output, size, some
 from storage.errors import StageFailed
 from tasks.config.environment import prepare_process
 from tasks.config.evaluation import EvaluationSettings
-from tasks.export.choice import choose
-from tasks.export.settings import ExportSettings
-from tasks.export.target import ExportFolder
+from tasks.export.order import ExportFolder, ExportSettings, choose
 
 if TYPE_CHECKING:
     from tasks.export.export import Exported

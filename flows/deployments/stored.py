@@ -35,10 +35,8 @@ from tasks.config.credentials import shown_text
 from tasks.config.evaluation import EvaluationSettings
 from tasks.config.section import COLDEST, settings_of
 from tasks.config.stored import begun_by
-from tasks.export.choice import BEST
-from tasks.export.choice import choose as choose_weights
-from tasks.export.settings import ExportSettings
-from tasks.export.target import ExportFolder
+from tasks.export.order import BEST, ExportFolder, ExportSettings
+from tasks.export.order import choose as choose_weights
 from tasks.forking import make_fork
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples

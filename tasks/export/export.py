@@ -27,9 +27,7 @@ from tasks.config.stored import stored_config
 from tasks.data.hub import INDEX, hub_id, is_hub_id, is_weights
 from tasks.data.models import classifier_config
 from tasks.engine.protocol import BASE, weights_digest
-from tasks.export.choice import Chosen
-from tasks.export.settings import ExportSettings
-from tasks.export.target import ExportFolder
+from tasks.export.order import Chosen, ExportFolder, ExportSettings
 from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.prepared import MODEL, other_parts
 from tasks.stages.views import Served

@@ -19,7 +19,7 @@ from storage.upkeep.redoing import Wanted
 from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.checks import check_saving
-from tasks.export.choice import choose
+from tasks.export.order import choose
 from tasks.forking import make_fork
 from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import small_config

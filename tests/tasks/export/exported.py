@@ -108,9 +108,8 @@ def store_run(
 def export_run(rank, world_size, store, url, which, to, precision=None, limit=1 << 16, critic=False):
     """Export; returns what was written."""
     from storage.backends.root import open_root
-    from tasks.export.choice import choose
     from tasks.export.export import export
-    from tasks.export.target import ExportFolder
+    from tasks.export.order import ExportFolder, choose
 
     root = open_root(url)
     return export(root, choose(root, which), ExportFolder.new(to), precision, limit, critic)

@@ -9,9 +9,8 @@ import pytest
 
 from storage.backends.root import open_root
 from storage.errors import InputError
-from tasks.export.choice import choose
 from tasks.export.export import export_adapter
-from tasks.export.target import ExportFolder
+from tasks.export.order import ExportFolder, choose
 from tests.tasks.export.exported import export_run, settings, store_run
 from tests.trainer_core.model.test_lora import TARGETS
 from tests.trainer_core.models import hugging_face_logprobs, make_family, random_samples, random_sequences

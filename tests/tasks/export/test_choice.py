@@ -7,8 +7,7 @@ from storage.errors import InputError, StorageError
 from storage.manifest import commit
 from storage.ownership.lease import hold
 from storage.upkeep.retention import Retention, collect
-from tasks.export.choice import choose
-from tasks.export.target import ExportFolder
+from tasks.export.order import ExportFolder, choose
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.runs import make_run
 from tests.storage.tables import manifest

@@ -13,9 +13,8 @@ from storage.errors import InputError
 from tasks.config.model import ModelSection
 from tasks.config.others import KEYS
 from tasks.data.models import find_model, open_model
-from tasks.export.choice import choose
 from tasks.export.export import export
-from tasks.export.target import ExportFolder
+from tasks.export.order import ExportFolder, choose
 from tasks.model_checks.fitness import classifier_facts
 from tests.tasks.export.exported import make_model, store_run
 from tests.trainer_core.models import random_samples

@@ -9,9 +9,8 @@ import pytest
 from storage.backends.root import open_root
 from storage.errors import InputError
 from tasks.data.hub import INDEX
-from tasks.export.choice import choose
 from tasks.export.export import export
-from tasks.export.target import ExportFolder
+from tasks.export.order import ExportFolder, choose
 from tests.tasks.export.exported import export_run, make_model, store_run
 from tests.trainer_core.models import random_samples
 from tests.trainer_core.ranks import run_ranks, run_trainers

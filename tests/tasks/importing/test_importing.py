@@ -21,7 +21,7 @@ from storage.upkeep.catalog import runs
 from storage.upkeep.verify import verify
 from tasks.config.retrain import RetrainSection
 from tasks.config.stored import stored_config
-from tasks.export.choice import choose
+from tasks.export.order import choose
 from tasks.importing.rows import ImportOrder, mapped
 from tasks.importing.samples import import_samples
 from tasks.stages.names import WORKFLOW, Stage
