@@ -1,16 +1,19 @@
-"""One subflow run for each iteration, in which its stages are task runs, and the storing of its state is another.
+"""A run in Prefect's UI: its stages are task runs, its iterations are subflow runs. Stages themselves use no Prefect.
+
+Prefect's result cache stays off. Its key would be made from inputs that do not name the iteration, and a hit would skip
+a stage silently; the manifest alone decides whether a stage is done.
 
 An iteration's subflow lives in a thread of its own until everything of the iteration is durable, while the next one
 computes. The stages run in the main thread, in the subflow's context. Nothing here is waited for long: without a server
-the stages are task runs of the run's own flow run.
-"""
+the stages are task runs of the run's own flow run."""
 
 import contextvars
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -18,18 +21,26 @@ from typing import Any, Self
 from uuid import UUID
 
 import httpx
-from prefect import flow
+from prefect import Task, flow, task
+from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import PrefectException
 from prefect.states import Cancelled, Completed, Failed
 
-from flows.prefect_tasks import outcome, show_storing, stage_task
 from flows.views.artifacts import this_flow_run
+from storage.errors import RatchetError
 from tasks.config.environment import without_secrets
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage
 from tasks.stages.views import Performed, View
+
+REUSED = "Completed (reused)"  # state of a task run whose stage was committed before
+
+COMPUTED = "Computed"
+"""State of a task run whose stage is done, but waits for a train state to be stored before it is published."""
+
+Elsewhere = Callable[[BaseException], bool]  # True for an error that another task run shows
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +56,71 @@ _INTERRUPTED_S = 2.0
 _SERVER_ERRORS = (httpx.HTTPError, PrefectException, OSError)
 
 
+def as_task(stage: Stage, iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...]) -> View:
+    """Do the work of a stage in a Prefect task of the current flow run. A `Performer`."""
+    return outcome(stage_task(stage)(iteration, work, inputs, lambda _error: False))  # each error is its own
+
+
+def stage_task(stage: Stage) -> Callable[..., State[Any]]:
+    """The Prefect task of a stage: called with iteration, work, inputs and an `Elsewhere`, it returns the final state.
+
+    The task run is `Failed` if the work raises. After an error of a task run elsewhere it is `Cancelled`, so that the
+    one that failed is the red one."""
+    return functools.partial(_task(stage.value, _perform), return_state=True)
+
+
+def outcome(state: State[Any]) -> View:
+    """The view that the work of a stage has returned; raises what it raised."""
+    if state.is_cancelled() and isinstance(state.data, RatchetError):
+        raise state.data
+    return state.result()
+
+
+def show_storing(iteration: int, what: str, published: "Future[None]") -> "State[Any]":
+    """A task run that runs until a computed result is durable; it fails, with the reason, if the result is not stored.
+    `what` is the stage whose result it is, or what else is done behind the stages."""
+    name = "store" if what == Stage.TRAIN else f"publish-{what}" if what in set(Stage) else what
+    return _task(name, _wait)(iteration, published, return_state=True)
+
+
+@functools.cache
+def _task(name: str, body: Callable[..., Any]) -> "Task[..., Any]":
+    # no tags: Prefect asks the server for a concurrency slot per tag, which costs two seconds a stage
+    return task(name=name, task_run_name=f"{name}-{{iteration}}", cache_policy=NO_CACHE, persist_result=False)(body)
+
+
+def _perform(
+    iteration: int, work: Callable[[], Performed], inputs: tuple[View, ...], elsewhere: Elsewhere
+) -> State[Any]:
+    # `inputs` draws the arrows of the flow run's graph; `work` already holds them, along with the context, which
+    # Prefect must not search for futures
+    try:
+        performed = work()
+    except RatchetError as error:
+        if not elsewhere(error):
+            raise
+        return Cancelled(message=f"stopped, because storing failed: {without_secrets(str(error))}", data=error)
+    manifest = performed.view.manifest
+    name = COMPUTED if performed.pending else REUSED if performed.reused else "Completed"
+    published = ", to be published once the train state before it is stored" if performed.pending else ""
+    storing = manifest.content is not None and not manifest.parts
+    stored = "whose parts are being stored" if storing else f"{len(manifest.parts)} parts"
+    text = f"{manifest.stage} of iteration {iteration}: manifest {performed.view.digest}, {stored}{published}"
+    return Completed(name=name, message=text, data=performed.view)
+
+
+def _wait(iteration: int, published: "Future[None]") -> State[Any]:
+    try:
+        published.result()
+    except CancelledError:
+        return Cancelled(message="the run was interrupted before this was stored; it is repeated when the run goes on")
+    return Completed(message=f"iteration {iteration}: durable")
+
+
 class Subflows:
     """The page of a run in Prefect; as a context manager it waits, for a limited time, until the server has its end.
 
-    Make it within the run's flow.
-    """
+    Make it within the run's flow."""
 
     def __init__(
         self, run: str, last: int, advanced: Callable[[Portion], None] | None = None, patience_s: float = PATIENCE_S

@@ -20,7 +20,7 @@ PAGES = (
     Mutant(
         "page-wrong-one-red",
         "the stage that meets a failure of storing is red, too",
-        "flows/prefect_tasks.py",
+        "flows/subflows.py",
         "        if not elsewhere(error):\n            raise\n",
         "        raise\n",
         _SUBFLOWS,

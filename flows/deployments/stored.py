@@ -17,8 +17,8 @@ from flows.deployments.attempt import Asked, Count, Minutes, Positive, attempt, 
 from flows.driving import make_head
 from flows.evaluating import evaluate_weights
 from flows.maintenance import Maintenance, Upkeep, maintain_root
-from flows.prefect_tasks import as_task
 from flows.server.history import TAG, forget_flow_runs
+from flows.subflows import as_task
 from flows.views.artifacts import artifact_key
 from flows.views.evaluations import EvaluationRecord, compared_with, evaluation_rows
 from flows.views.output import count, size

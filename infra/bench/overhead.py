@@ -137,8 +137,8 @@ def cpu_of_tasks(repeats: int, tasks: int = 50) -> float:
     """CPU seconds that a stage costs because it is a Prefect task."""
     from prefect import flow
 
-    from flows.prefect_tasks import as_task
     from flows.server.temporary import drain
+    from flows.subflows import as_task
     from tasks.stages.names import Stage
     from tasks.stages.views import Performed, Rollouts
     from tests.flows.runs import make_manifest

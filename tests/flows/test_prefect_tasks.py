@@ -13,7 +13,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import TaskRun
 
-from flows.prefect_tasks import REUSED, as_task
+from flows.subflows import REUSED, as_task
 from storage.backends.root import Root
 from storage.errors import InputError
 from tasks.config.run import RunConfig

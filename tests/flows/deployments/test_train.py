@@ -117,7 +117,7 @@ def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_m
     [
         ("/site-packages/prefect/flow_engine.py", logging.INFO, False),
         ("/site-packages/prefect/flow_engine.py", logging.WARNING, True),
-        ("/opt/ratchet/flows/prefect_tasks.py", logging.INFO, True),
+        ("/opt/ratchet/flows/subflows.py", logging.INFO, True),
         ("/opt/ratchet/flows/deployments/attempt.py", logging.INFO, True),
     ],
 )
