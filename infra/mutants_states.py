@@ -54,7 +54,7 @@ STATES = (
     Mutant(
         "missing-boxes-are-anything",
         "elements of a state that no file holds are read as whatever memory holds",
-        "trainer_core/state/saved.py",
+        "trainer_core/state/files.py",
         "        if covered != math.prod(region.shape):\n",
         "        if covered < 0:\n",
         ("tests/trainer_core/state/test_files.py",),
@@ -62,7 +62,7 @@ STATES = (
     Mutant(
         "boxes-beyond-the-tensor",
         "a file whose boxes lie beyond the tensors that it names is read as a state",
-        "trainer_core/state/saved.py",
+        "trainer_core/state/files.py",
         "            if not box.inside(tensor.size) or ",
         "            if ",
         ("tests/trainer_core/state/test_files.py",),
@@ -70,7 +70,7 @@ STATES = (
     Mutant(
         "optimizer-files-may-be-lost",
         "a state is read as whole without the files of its optimizer",
-        "trainer_core/state/saved.py",
+        "trainer_core/state/files.py",
         "range(1 if weights_alone else 2)",
         "range(1)",
         ("tests/trainer_core/state/test_files.py",),
@@ -78,7 +78,7 @@ STATES = (
     Mutant(
         "further-files-may-be-lost",
         "of a state in several files only the first is read",
-        "trainer_core/state/saved.py",
+        "trainer_core/state/files.py",
         "                    count = self._add(tensor_files(rank, number)[kind])\n",
         "                    self._add(tensor_files(rank, number)[kind])\n",
         ("tests/trainer_core/state/test_files.py",),

@@ -151,7 +151,7 @@ TRAINER_CORE = (
     Mutant(
         "padding-is-stored",
         "a state holds the padding of the vocabulary, so that it depends on the layout",
-        "trainer_core/state/saved.py",
+        "trainer_core/state/files.py",
         "            inside = region.overlap(content)\n",
         "            inside = region\n",
         _PADDING,

@@ -21,7 +21,7 @@ from trainer_core.lora import factor_name
 from trainer_core.model.adapters import merged, names_of
 from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX
-from trainer_core.state.saved import Region, SavedState
+from trainer_core.state.files import Region, SavedState
 
 _STACKED = re.compile(r"^(?P<before>.*\blayers)\.(?P<after>[^\d].*)$")
 _EXPERTS = re.compile(r"^(?P<before>.*\.experts)\.experts\.(?P<after>.*)$")

@@ -34,7 +34,7 @@ from tasks.stages.views import Served
 from trainer_core.config import Precision, decoder_of
 from trainer_core.platform.platform import prepare
 from trainer_core.state.facts import CRITIC, needed_for_values, needed_for_weights
-from trainer_core.state.saved import SavedState
+from trainer_core.state.files import SavedState
 from trainer_core.weights.digest import tensor_digest
 from trainer_core.weights.packing import dtype_name
 

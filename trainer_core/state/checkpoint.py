@@ -28,8 +28,7 @@ from trainer_core.state.facts import (
     generators_file,
     read_generators,
 )
-from trainer_core.state.files import MappedFiles, replace_file
-from trainer_core.state.saved import SavedState, Shard
+from trainer_core.state.files import MappedFiles, SavedState, Shard, replace_file
 from trainer_core.state.shards import LocalTensor, local_tensors, optimizer_shards, owned
 
 

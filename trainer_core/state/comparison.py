@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainer_core.state.facts import CRITIC, FACTS_FILE, OPTIMIZER_PREFIX, StateComparison, read_generators
-from trainer_core.state.saved import Region, SavedState, bits
+from trainer_core.state.files import Region, SavedState, bits
 
 _RNG = "rng/"
 _SHOWN = 80  # characters of a value in a message

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from storage.digest import value_digest
 from storage.errors import RatchetError
 from trainer_core.state.facts import STATE_SCHEME, StateFacts, StateIdentity
-from trainer_core.state.saved import Box, Shard, bits
+from trainer_core.state.files import Box, Shard, bits
 from trainer_core.weights.digest import mix
 from trainer_core.weights.packing import dtype_name
 

@@ -20,7 +20,7 @@ from trainer_core.model.model import Model
 from trainer_core.model.optimizer import Optimizer
 from trainer_core.platform.platform import quietly
 from trainer_core.state.facts import OPTIMIZER_PREFIX
-from trainer_core.state.saved import Box, Region, Shard
+from trainer_core.state.files import Box, Region, Shard
 
 _Leaf = ShardedTensor | ShardedTensorFactory | ShardedObject
 _STATE = f"{OPTIMIZER_PREFIX}state"

@@ -87,7 +87,7 @@ def walks(tmp_path_factory):
 
 def adapters_of(folder):
     """Factors of a saved state, by names of transformers."""
-    from trainer_core.state.saved import Region, SavedState
+    from trainer_core.state.files import Region, SavedState
 
     state, found = SavedState(Path(folder)), {}
     for stored, tensor in state.tensors.items():

@@ -15,7 +15,7 @@ from tests.trainer_core.oracle import export
 from tests.trainer_core.ranks import run_trainers
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 from trainer_core.state.facts import StateFacts, check_modules
-from trainer_core.state.saved import Region, SavedState
+from trainer_core.state.files import Region, SavedState
 
 LAYOUTS = {
     "single": ParallelConfig(),

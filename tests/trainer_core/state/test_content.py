@@ -13,7 +13,7 @@ from tests.trainer_core.ranks import run_ranks
 from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.state.content import Identifier
 from trainer_core.state.facts import StateFacts
-from trainer_core.state.saved import Box, Region, Shard
+from trainer_core.state.files import Box, Region, Shard
 
 OPTIMIZER = OptimizerConfig(learning_rate=0.1)
 FACTS = StateFacts(

@@ -14,8 +14,7 @@ from storage.errors import RatchetError, StorageError, StorageUnavailable, Worke
 from trainer_core.config import OptimizerConfig, ParallelConfig
 from trainer_core.platform.pinning import Pinning, pinning_of
 from trainer_core.state.facts import FACTS_FILE, FILES, SHAPES, StateFacts
-from trainer_core.state.files import MappedFiles
-from trainer_core.state.saved import Box, Region, SavedState, Shard
+from trainer_core.state.files import Box, MappedFiles, Region, SavedState, Shard
 
 OPTIMIZER = OptimizerConfig(learning_rate=1)
 FACTS = StateFacts(
