@@ -16,9 +16,8 @@ from flows.driving import Drive, is_complete
 from flows.preflight import check_start
 from flows.proof.faults import injected
 from flows.subflows import Subflows
-from flows.views.artifacts import examples_publisher, publish
+from flows.views.artifacts import LivePage, examples_publisher, publish
 from flows.views.history import last_iteration
-from flows.views.page import LivePage
 from flows.views.progress import Progress
 from flows.views.reports import Reports, write_report
 from flows.views.status import read_status

@@ -36,7 +36,7 @@ PAGES = (
     Mutant(
         "page-grows",
         "the table of iterations has a row for each",
-        "flows/views/page.py",
+        "flows/views/artifacts.py",
         "deque(maxlen=WINDOW)",
         "deque()",
         _PAGE,
@@ -52,7 +52,7 @@ PAGES = (
     Mutant(
         "page-silent-about-the-server",
         "a server that was away is not told what it missed",
-        "flows/views/page.py",
+        "flows/views/artifacts.py",
         "        if self._away is not None:\n            self._back(client, self._away)\n",
         "",
         _PAGE,
@@ -60,7 +60,7 @@ PAGES = (
     Mutant(
         "page-revives-what-is-cancelled",
         "a flow run that is cancelled while its page is brought up to date becomes Running again",
-        "flows/views/page.py",
+        "flows/views/artifacts.py",
         "Running(message=message))",
         "Running(message=message), force=True)",
         _PAGE,

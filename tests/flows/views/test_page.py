@@ -16,9 +16,8 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Running
 
-from flows.views.artifacts import WINDOW, Shown
+from flows.views.artifacts import WINDOW, LivePage, Shown, _annotate, portion_text
 from flows.views.history import read_record
-from flows.views.page import LivePage, _annotate, portion_text
 from storage.backends.root import Root
 from tasks.stages.context import Portion
 from tasks.stages.names import Stage
