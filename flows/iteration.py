@@ -13,8 +13,7 @@ from tasks.stages.context import RunContext
 from tasks.stages.evaluate import evaluate
 from tasks.stages.names import Stage
 from tasks.stages.prepare import prepare
-from tasks.stages.rescore import rescore
-from tasks.stages.reward import reward
+from tasks.stages.reward import rescore, reward
 from tasks.stages.rollout import rollout
 from tasks.stages.select import select
 from tasks.stages.train import retrain, train, warm_up

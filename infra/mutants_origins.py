@@ -92,7 +92,7 @@ ORIGINS = (
     Mutant(
         "rescore-mixes-versions",
         "scores of another version of a function are kept",
-        "tasks/stages/rescore.py",
+        "tasks/stages/reward.py",
         "value_digest([self.selected.digest, settings, dict(self.made_of)])",
         "value_digest([self.selected.digest, settings])",
         _SOURCES,
@@ -100,7 +100,7 @@ ORIGINS = (
     Mutant(
         "rescore-batches-of-what-is-left",
         "after a kill a batch holds only the shares that are missing",
-        "tasks/stages/rescore.py",
+        "tasks/stages/reward.py",
         "        for block in _blocks(shares):\n",
         "        for block in [[n for n in one if found[n] is None] for one in _blocks(shares)]:\n",
         _SOURCES,
@@ -108,7 +108,7 @@ ORIGINS = (
     Mutant(
         "rescore-unwatched",
         "a function that changes between two shares is not noticed",
-        "tasks/stages/rescore.py",
+        "tasks/stages/reward.py",
         "unchanged(score_responses(section, responses, judges=judges), self.made_of, what)",
         "score_responses(section, responses, judges=judges)",
         _SOURCES,

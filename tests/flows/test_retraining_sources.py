@@ -168,7 +168,7 @@ def test_two_versions_of_a_package_never_score_one_selection(root: Root, package
     if imported:
         (package.parent / "mine.py").write_text("from scoring_package import score\n")
         function = f"{package.parent}/mine.py:score"
-    monkeypatch.setattr("tasks.stages.rescore._TOGETHER", 1)  # a process for each share
+    monkeypatch.setattr("tasks.stages.reward._TOGETHER", 1)  # a process for each share
     version(package, 1)
     for number in (1, 2):
         version(package, number)
@@ -181,7 +181,7 @@ def test_two_versions_of_a_package_never_score_one_selection(root: Root, package
 
 @pytest.mark.slow
 def test_a_package_that_changes_between_two_shares_is_refused(root: Root, package: Path, monkeypatch):
-    monkeypatch.setattr("tasks.stages.rescore._TOGETHER", 1)
+    monkeypatch.setattr("tasks.stages.reward._TOGETHER", 1)
     version(package, 1)
 
     def change(_context: Any, point: Point, key: str) -> None:
