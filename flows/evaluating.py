@@ -32,11 +32,7 @@ from tasks.workers.hosts import transit
 
 
 def evaluate_weights(
-    root: str,
-    which: str,
-    settings: EvaluationSettings,
-    say: Callable[[str], object],
-    performer: Performer = directly,
+    root: str, which: str, settings: EvaluationSettings, say: Callable[[str], object], performer: Performer = directly
 ) -> EvaluationRecord:
     """Evaluate the weights of one iteration, or find that evaluation in storage; `which` is as
     `tasks.export.order.choose` takes it. Raises InputError if there are no such weights, or they cannot be served

@@ -56,10 +56,7 @@ ROLLOUT = _schema(
     _field("again", pa.int32(), "how often that place was drawn before, 0 the first time"),
     _field("prompt_tokens", pa.list_(pa.int32()), "token ids given to the engine", "token"),
     _field(
-        "response_tokens",
-        pa.list_(pa.int32()),
-        "token ids after the prompt, of all turns, with stop tokens",
-        "token",
+        "response_tokens", pa.list_(pa.int32()), "token ids after the prompt, of all turns, with stop tokens", "token"
     ),
     _field(
         "sampled",

@@ -25,8 +25,7 @@ AtOnce = Annotated[
     ),
 ]
 Notify = Annotated[
-    str | None,
-    Parameter(help="URL of a webhook for each flow run that fails, or env:NAME; off ends the calls."),
+    str | None, Parameter(help="URL of a webhook for each flow run that fails, or env:NAME; off ends the calls.")
 ]
 Deployments = Annotated[Path, Parameter(help="Deployments to register.")]
 

@@ -57,8 +57,7 @@ def show_command(
 
 def lineage_command(
     which: Annotated[
-        str,
-        Parameter(help="RUN@ITERATION: the weights that its training made, or with --sample what it has sampled."),
+        str, Parameter(help="RUN@ITERATION: the weights that its training made, or with --sample what it has sampled.")
     ],
     /,
     *,

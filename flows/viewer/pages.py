@@ -189,11 +189,7 @@ def _iteration(root: Root, request: Request) -> dict[str, Any]:
         there = f"iterations {min(places)} to {max(places)}" if places else "none yet"
         raise InputError(f"run {run!r} has no iteration {iteration}: it has {there}")
     record = read_record(root, run, iteration)
-    data = {
-        "record": record,
-        "last": max(places),
-        "troubles": [EXPLANATIONS[one] for one in record.troubles],
-    }
+    data = {"record": record, "last": max(places), "troubles": [EXPLANATIONS[one] for one in record.troubles]}
     if Stage.ROLLOUT not in record.done:
         return {**data, "commands": [], "groups": [], "histograms": [], "extremes": (), "more": 0}
     found = reading.read_all(root, run, iteration)
@@ -241,12 +237,7 @@ def _search(columns: Columns, root: Root, request: Request) -> dict[str, Any]:
         raise InputError(f"order={order!r} is none of {', '.join(ORDERS)}: take one of these")
     where, first = request.query_params.get("where", ""), _number(request, "first", 1, 1) or 1
     query = Query(run, where, first, _number(request, "last", first), order)
-    data = {
-        "query": query,
-        "orders": ORDERS,
-        "columns": OFFERED.names,
-        "shown": SHOWN,
-    }
+    data = {"query": query, "orders": ORDERS, "columns": OFFERED.names, "shown": SHOWN}
     began = perf_counter()
     try:
         answer, flaw = search(root, query, columns), None

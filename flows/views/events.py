@@ -26,9 +26,7 @@ def record_of(row: Row) -> bytes:
     """The record of a row; its time is that of the iteration's last stage."""
     values = (_bytes(1, name.encode()) + _float(2, value) for name, value in row.values.items())
     summary = b"".join(_bytes(1, value) for value in values)
-    return _record(
-        _double(1, row.finished.timestamp()) + _key(2, 0) + _varint(row.iteration) + _bytes(5, summary),
-    )
+    return _record(_double(1, row.finished.timestamp()) + _key(2, 0) + _varint(row.iteration) + _bytes(5, summary))
 
 
 def _record(data: bytes) -> bytes:

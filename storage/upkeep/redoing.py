@@ -72,14 +72,7 @@ def unfinished(root: Root, run: str, revisions: Revisions) -> Rerun | None:
 
 
 def choose(
-    root: Root,
-    workflow: Workflow,
-    run: str,
-    revision: int,
-    reason: str,
-    asked_by: str,
-    fence: Fence,
-    ahead: int = 0,
+    root: Root, workflow: Workflow, run: str, revision: int, reason: str, asked_by: str, fence: Fence, ahead: int = 0
 ) -> Choice:
     """Make a revision the head. What is not done in it is done when the run goes on; its samples come from weights that
     may be `ahead` updates older than the newest. Raises InputError if there is no such revision, its stage is not done,

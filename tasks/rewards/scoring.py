@@ -126,11 +126,7 @@ def _by_function(section: RewardSection, sources: Mapping[str, str]) -> dict[str
 
 
 def _scored(
-    section: RewardSection,
-    part: RewardFunction,
-    responses: Sequence[Response],
-    allowed: int | None,
-    judges: Judges,
+    section: RewardSection, part: RewardFunction, responses: Sequence[Response], allowed: int | None, judges: Judges
 ) -> Scored:
     order = order_of(section, part)
     version, traits = f"version {order.target.version}", order.target.traits

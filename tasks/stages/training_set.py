@@ -89,12 +89,7 @@ def recorded(context: RunContext, state: Trained, before: Trained) -> TrainingSe
 
 
 def taught(
-    work: Work,
-    source: View,
-    names: Callable[[], pa.Table],
-    group: TrainerGroup,
-    samples: Samples,
-    temperature: float,
+    work: Work, source: View, names: Callable[[], pa.Table], group: TrainerGroup, samples: Samples, temperature: float
 ) -> tuple[Samples, tuple[Part, ...]]:
     """The samples with the teacher's log-probabilities, and the table that holds these, which is durable before
     anything is trained on them: a process that does the stage again finds it. The teacher's model is stored with the

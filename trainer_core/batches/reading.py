@@ -74,10 +74,7 @@ def _with_branches(
 
 
 def _samples(
-    table: pa.Table,
-    rewarded: NDArray[np.float32],
-    groups: NDArray[np.int64],
-    branches: NDArray[np.int64] | None = None,
+    table: pa.Table, rewarded: NDArray[np.float32], groups: NDArray[np.int64], branches: NDArray[np.int64] | None = None
 ) -> Samples:
     prompt_lengths, lengths = _lengths(table, "prompt_tokens"), _lengths(table, "response_tokens")
     tokens, sampled = _flat(table, "response_tokens"), _flat(table, "sampled").astype(np.bool_)

@@ -118,8 +118,7 @@ class UserLoss(UserTable):
 
 PairLoss = PreferenceLoss | RewardModelLoss
 PolicyLoss = Annotated[
-    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PairLoss | UserLoss,
-    Field(discriminator="type"),
+    ClipLoss | SequenceClipLoss | ClippedWeightLoss | LikelihoodLoss | PairLoss | UserLoss, Field(discriminator="type")
 ]
 
 

@@ -10,13 +10,7 @@ from storage.errors import InputError
 from trainer_core.effects import Unused, without_effect
 from trainer_core.frozen import Frozen
 from trainer_core.marks import FILES, RUNTIME
-from trainer_core.objectives.advantage_config import (
-    Advantage,
-    GroupAdvantage,
-    NoOverlong,
-    Overlong,
-    OverlongPenalty,
-)
+from trainer_core.objectives.advantage_config import Advantage, GroupAdvantage, NoOverlong, Overlong, OverlongPenalty
 from trainer_core.objectives.loss_config import ClipLoss, Correction, LossTable, NoCorrection, PolicyLoss, UserLoss
 
 KlEstimator = Literal["k1", "k2", "k3"]

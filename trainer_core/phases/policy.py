@@ -154,11 +154,7 @@ class PolicyPhase:
         return values
 
     def _advantages(
-        self,
-        samples: Samples,
-        rows: NDArray[np.int64],
-        before: TokenScores | None,
-        reference_logprobs: Vector | None,
+        self, samples: Samples, rows: NDArray[np.int64], before: TokenScores | None, reference_logprobs: Vector | None
     ) -> dict[str, Vector]:
         """(R,) advantage of each response token from rewards, from the teacher, or from both; with a critic the (R,)
         returns too."""

@@ -60,9 +60,7 @@ class Core:
         arguments = vllm_arguments(spec)
         scheduler = "WholeResponsesAhead" if arguments["async_scheduling"] else "WholeResponses"
         self.config = EngineArgs(
-            **arguments,
-            scheduler_cls=f"tasks.engine.vllm.scheduler.{scheduler}",
-            worker_cls=_WORKERS[spec.device],
+            **arguments, scheduler_cls=f"tasks.engine.vllm.scheduler.{scheduler}", worker_cls=_WORKERS[spec.device]
         ).create_engine_config(UsageContext.LLM_CLASS)
         self._inputs = InputProcessor(self.config, renderer_from_config(self.config))
         self._client = EngineCoreClient.make_client(

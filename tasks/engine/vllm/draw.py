@@ -12,11 +12,7 @@ _LANE, _SCALE = tl.constexpr(LANE), tl.constexpr(4.6566127342e-10)  # as in `cou
 
 
 def draw(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperatures: torch.Tensor,
+    logits: torch.Tensor, rows: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens with the largest sums of logit and noise, the first among equal ones, (S,) int64, and their
     log-probabilities, (S,) float32, nat. `logits`, (S, V), are already divided by the temperature, and -inf where they
