@@ -1,8 +1,7 @@
 """Ratchet for scripts and notebooks: `import ratchet`, before Prefect and Ray.
 
 Everything here calls the functions behind the command line. Importing it takes a fraction of a second, and no torch,
-Ray, vLLM or Megatron: what needs them imports them when it is called. docs/python.md has examples.
-"""
+Ray, vLLM or Megatron: what needs them imports them when it is called. docs/python.md has examples."""
 
 import asyncio
 import importlib
@@ -108,8 +107,7 @@ class Run:
         `config` is the path or URL of a TOML file, a configuration, or its tables; None takes the recorded
         configuration. Each of `settings`, `section.key=value`, replaces one of it, and `iterations`, the total number,
         replaces `run.iterations`. Raises RatchetError with the reason for which the run cannot start, or stopped;
-        another call goes on.
-        """
+        another call goes on."""
         from flows.cli.check import of_stored
 
         more = [*_texts(settings), *([] if iterations is None else [f"run.iterations={iterations}"])]
@@ -196,8 +194,7 @@ def retrain(
     `start` is the state to begin with, as `[ROOT//]RUN[@ITERATION]`, and each of `select` names samples, as
     `[ROOT//]RUN[@FROM-TO]`. `config` is the path or URL of a TOML file with what differs from the run to begin from;
     `settings`, each `section.key=value`, replace all others. `table` takes the other keys of `[retrain]`: `where`,
-    `limit`, `deduplicate`, `rescore`, `samples`, `epochs`, `since`. Raises RatchetError as `Run.train` does.
-    """
+    `limit`, `deduplicate`, `rescore`, `samples`, `epochs`, `since`. Raises RatchetError as `Run.train` does."""
     store = _opened(root)
     given: dict[str, Any] = {**table, **({"select": _each(select)} if select else {})}
     with _with_extra():
@@ -216,8 +213,7 @@ def evaluate(which: str, *, root: Place = DEFAULT_ROOT, **settings: Any) -> "Eva
 
     `which` is RUN for its last iteration, RUN@ITERATION, or RUN@best; `settings` are fields of
     `tasks.config.evaluation.EvaluationSettings`: `samples`, `temperature`, `prompts`, ... Raises InputError if there
-    are no such weights, or a setting cannot be used.
-    """
+    are no such weights, or a setting cannot be used."""
     from flows.views.output import Output
     from tasks.config.evaluation import EvaluationSettings
     from tasks.config.section import settings_of
@@ -235,8 +231,7 @@ def export(which: str, to: Place, *, root: Place = DEFAULT_ROOT, **settings: Any
     `which` is RUN for its last iteration, RUN@ITERATION, or RUN@best; `to` is the new folder, a local path or an fsspec
     URL. `settings` are fields of `tasks.export.order.ExportSettings`: `precision`, by default that of the trained
     state, `adapter` or `critic`. Raises InputError if there is no such state, the folder exists, or a setting cannot be
-    used.
-    """
+    used."""
     from tasks.config.section import settings_of
     from tasks.export.order import ExportFolder, ExportSettings, choose
 
@@ -309,8 +304,7 @@ def _with_extra() -> Iterator[None]:
     """Run what needs the extra [cpu] or [gpu]; a module that is missing is an InputError with the repair.
 
     The event loop of a notebook is hidden for the duration of the call, which blocks it: within a loop, Prefect's
-    functions return coroutines, which nobody would await.
-    """
+    functions return coroutines, which nobody would await."""
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:

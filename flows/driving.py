@@ -66,8 +66,7 @@ class Drive:
         finish the rerun that was requested, if there is one.
 
         If the process that drove the run before still publishes a stage, with another result, that result counts, and
-        the run continues from it.
-        """
+        the run continues from it."""
         driven = False
         while is_redoing(self.root, self.name) or not (one_stage or is_complete(self.root, self.name, self.config)):
             driven = True
@@ -240,8 +239,7 @@ def advance[P](context: RunContext, progress: Progress, first: int, source: Sour
 def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
     """Report an iteration once it is published completely, and delete the train state that is no longer kept.
 
-    These are two jobs behind the stages, as each may be repeated: an iteration is reported once.
-    """
+    These are two jobs behind the stages, as each may be repeated: an iteration is reported once."""
     root, run = context.root, context.run
     context.outbox.add(lambda: progress.finished(read_record(root, run, iteration, context.revisions)))
     concluded = context.outbox.add(

@@ -1,7 +1,6 @@
 """Work beside a run on its stored weights: evaluating them, and comparing engines with them.
 
-The run's chain, its lease and its processes are left alone.
-"""
+The run's chain, its lease and its processes are left alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,6 @@
 """Upkeep of all runs of a root: garbage, archives, verification. It may be killed and repeated at any time.
 
-Train states are retired by the process that drives a run alone, because it knows the run's settings.
-"""
+Train states are retired by the process that drives a run alone, because it knows the run's settings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,6 @@
 """A run as a complete Prefect flow: it sets up its process, checks, continues where the manifests end, and reports.
 
-Command line, deployment and test call it alike; it needs nothing before or after.
-"""
+Command line, deployment and test call it alike; it needs nothing before or after."""
 
 import contextvars
 import functools
@@ -119,8 +118,7 @@ def open_context(
 ) -> Iterator[RunContext]:
     """Open the context of the stages. Its processes and files end with the block; those of a killed process go first.
 
-    What a killed process of this run has left in shared memory, its last state, is taken over.
-    """
+    What a killed process of this run has left in shared memory, its last state, is taken over."""
     with kept_in_memory(value_digest([root.url, name])) as memory:
         sweep()
         with (

@@ -11,8 +11,7 @@ The text is parsed here and becomes an Arrow expression; no part of it is ever e
 
 A map whose keys may be written as if they were columns, as in `right >= 1` for `components.right >= 1`, can be named.
 
-A comparison with null is neither true nor false, as in SQL: such a row is kept only by `is null`.
-"""
+A comparison with null is neither true nor false, as in SQL: such a row is kept only by `is null`."""
 
 import difflib
 import operator

@@ -1,7 +1,6 @@
 """Named points in a stage's work: the moments at which a crash leaves storage in different states.
 
-`ratchet prove-resume` and the fault matrix kill processes there. Otherwise there are no observers.
-"""
+`ratchet prove-resume` and the fault matrix kill processes there. Otherwise there are no observers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

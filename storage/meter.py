@@ -1,7 +1,6 @@
 """Time that the current work has waited for storage, or worked on it: the cost of durability.
 
-What happens behind it (uploads, renewals of the lease) is counted separately.
-"""
+What happens behind it (uploads, renewals of the lease) is counted separately."""
 
 import threading
 import time

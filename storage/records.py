@@ -1,7 +1,6 @@
 """Small JSON records that carry their own key and the digest of their own text.
 
-So a flipped bit is detected as in any part, and so is a record that was copied or renamed.
-"""
+So a flipped bit is detected as in any part, and so is a record that was copied or renamed."""
 
 import json
 

@@ -1,8 +1,7 @@
 """Revisions: the manifests that belong to a run, once finished stages were done again (docs/storage.md, "Revisions").
 
 A record that is lost would change the head, and nothing else would show it. So each has a second copy, under a name
-with its digest. A copy without its record, or with another one, is an error; a record without its copy counts.
-"""
+with its digest. A copy without its record, or with another one, is an error; a record without its copy counts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """Stages in progress: attempts at them, pieces, which are durable before the whole stage is, and increments of the
 responses of a piece, or turns of its conversations, which are durable before the piece is.
 
-So a crash costs only what was sampled since the last increment, or the turn that was open.
-"""
+So a crash costs only what was sampled since the last increment, or the turn that was open."""
 
 import base64
 import itertools

@@ -2,8 +2,7 @@
 
 Its positions are filled up to a multiple of twice the number n of ranks, and cut into as many pieces, of which rank r
 holds the pieces r and 2 n - 1 - r: so each rank attends to equally much. Megatron and Transformer Engine divide a
-sequence in the same way (`thd_get_partitioned_indices`).
-"""
+sequence in the same way (`thd_get_partitioned_indices`)."""
 
 from dataclasses import dataclass
 

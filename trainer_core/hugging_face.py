@@ -1,8 +1,7 @@
 """The weights of a stored state under their Hugging Face names, in one process without process groups or a GPU.
 
 megatron-bridge's registry says which names a stored tensor becomes. Its conversions gather from ranks, so what they do
-to a whole tensor is done here. Tensors come one after another: none is held longer than the caller does.
-"""
+to a whole tensor is done here. Tensors come one after another: none is held longer than the caller does."""
 
 import itertools
 import re

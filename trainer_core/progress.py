@@ -1,7 +1,6 @@
 """Progress of long calls, sent through logging by the process that makes them.
 
-Nothing is emitted until a handler is set: in the processes of a run, by `listen`.
-"""
+Nothing is emitted until a handler is set: in the processes of a run, by `listen`."""
 
 import logging
 import re

@@ -1,8 +1,7 @@
 """Functions of the user's: named in a configuration, found without being imported, loaded, and digested.
 
 A name is `file.py:function`, `package.module:function`, or an entry point. Light to import: scoring processes do so
-before they fork.
-"""
+before they fork."""
 
 import ast
 import functools

@@ -134,8 +134,7 @@ def config_command(
     common: Common = Common(),
 ) -> int:
     """Describe every key of a configuration: type, limits, default, and whether it may change later; with --json print
-    the JSON schema. Of a run, print what it was recorded with as a TOML file.
-    """
+    the JSON schema. Of a run, print what it was recorded with as a TOML file."""
     if example + markdown + (common.json or run is not None) > 1:
         raise InputError("--example, --markdown and --json, or a run, exclude each other: give only one of them")
     if run is not None:
@@ -168,8 +167,7 @@ def prove_resume(
     """Show that a run that is killed and continued ends in the same bits as one that is not.
 
     The run is done twice: without interruption, and with processes killed and restarted. The exit code is 0 only if
-    weights, optimizer, random generators, tables and metrics are identical bit for bit.
-    """
+    weights, optimizer, random generators, tables and metrics are identical bit for bit."""
     from flows.proof.faults import Fault
     from flows.proof.prove import ProofOrder, prove  # imports torch
 

@@ -181,8 +181,7 @@ def _release(run: str, say: Say) -> None:
 def _quieten_prefect() -> None:
     """Keep Prefect's log off the terminal, where each error is shown once, in our words; its server has the full log.
 
-    PREFECT_LOGGING_LEVEL set to INFO or DEBUG shows it.
-    """
+    PREFECT_LOGGING_LEVEL set to INFO or DEBUG shows it."""
     if logging.getLogger("prefect").getEffectiveLevel() > logging.INFO:
         for handler in (*logging.getLogger().handlers, *logging.getLogger("prefect._internal").handlers):
             handler.addFilter(lambda record: not record.name.startswith(("prefect", "EventsWorker", "APILogWorker")))

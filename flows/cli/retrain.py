@@ -81,8 +81,7 @@ def import_command(
     """Store samples made elsewhere, each file as an iteration, so that `ratchet retrain` can select them.
 
     A sample has prompt_tokens, response_tokens and logprobs (lists), and may have reward, prompt_id, sample_id,
-    finish_reason, weight_version, sampled, turns, seed, temperature and top_p.
-    """
+    finish_reason, weight_version, sampled, turns, seed, temperature and top_p."""
     order = ImportOrder(files, run, mapped(map), temperature, logprobs=not without_logprobs)
     made = import_samples(common.store, order)
     return common.show(made, _of_import(made))

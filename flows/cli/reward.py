@@ -38,8 +38,7 @@ def reward_command(
 ) -> int:
     """Try a reward function on stored samples; store only the exchanges with a judge.
 
-    Exit code 1 if more samples than reward.max_failures remain without a score.
-    """
+    Exit code 1 if more samples than reward.max_failures remain without a score."""
     place = place_in(which, "RUN@ITERATION")
     store = common.store
     section = _section(stored_config(store, place.run), function, settings)

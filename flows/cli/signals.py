@@ -20,8 +20,7 @@ class Signals:
     That takes at most `limit` seconds. After that, or on another signal, the process ends as if killed. What is
     committed stays committed either way, and the next start cleans up the rest.
 
-    A signal that is ignored when the command starts (`nohup`, a background job) stays ignored.
-    """
+    A signal that is ignored when the command starts (`nohup`, a background job) stays ignored."""
 
     def __init__(self, limit: float = LIMIT_SECONDS) -> None:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -81,8 +81,7 @@ def register_command(
     """Register work pool, deployments, ... with your own Prefect server (PREFECT_API_URL).
 
     Workers execute the flow runs with the Python and the checkout of this command, so run it where they run, or in the
-    same image. A work pool `ratchet` that exists is used, of whatever type.
-    """
+    same image. A work pool `ratchet` that exists is used, of whatever type."""
     from flows.site.registration import register_elsewhere  # imports Prefect
 
     with Output(json=json) as output:

@@ -108,8 +108,7 @@ def gc_command(
 ) -> int:
     """Show what a run no longer needs: orphans older than a day, and states that retention retires.
 
-    Exit code 1 if a record that may name parts cannot be read: then no part is deleted.
-    """
+    Exit code 1 if a record that may name parts cannot be read: then no part is deleted."""
     if keep_every is not None and keep_newest is None:
         raise InputError("--keep-every needs --keep-newest: give both")
     for option, value in (("--keep-newest", keep_newest), ("--keep-every", keep_every)):

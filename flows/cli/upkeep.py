@@ -36,8 +36,7 @@ class Maintained(BaseModel, frozen=True, extra="forbid"):
 def rm_command(run: RunId, *, yes: Annotated[bool, flag("Do not ask.")] = False, common: Common = Common()) -> int:
     """Remove a run and everything it has stored. Repeated after a crash, it finishes.
 
-    A run that is driven is not removed. Forks of it have parts of their own, and stay as they are.
-    """
+    A run that is driven is not removed. Forks of it have parts of their own, and stay as they are."""
     store = common.store
     there = what_is_there(store, run)
     check_free(store, run)
@@ -64,8 +63,7 @@ def _confirmed(output: Output, there: Removed) -> bool:
 def stop_command(run: RunId, *, common: Common = Common()) -> int:
     """End the process of this machine that drives a run, as Ctrl-C would, and release what the run holds on a cluster.
 
-    Nothing that is committed is lost. Exit code 1 if the process does not end in time.
-    """
+    Nothing that is committed is lost. Exit code 1 if the process does not end in time."""
     store = common.of_run(run)
     with Output(json=common.json) as output:
         entry, ended = end_holder(store, run, _WAIT_S)

@@ -38,8 +38,7 @@ def evaluate_command(
     """Evaluate stored weights: pass@1, pass@k, mean reward by data source, greedy and sampled.
 
     The result is stored with the run, which may go on meanwhile. The same evaluation is not done again, and one that
-    was interrupted continues. Only iterations whose state is kept can be evaluated.
-    """
+    was interrupted continues. Only iterations whose state is kept can be evaluated."""
     prepare_process()
     with Output(json=common.json) as output:
         output.say(f"evaluating {which}")
@@ -60,8 +59,7 @@ def export_command(
 ) -> int:
     """Write a trained model as a Hugging Face folder that transformers and vLLM load; needs storage alone, no GPU.
 
-    The weights are compared with the digest of those that were served, and the files with what was written.
-    """
+    The weights are compared with the digest of those that were served, and the files with what was written."""
     store = common.store
     chosen, target = choose(store, which), ExportFolder.new(to)
     prepare_process()
@@ -86,8 +84,7 @@ def check_sync_command(which: Which, /, *, common: Common = Common()) -> int:
     """Compare the engines of a run with the stored weights of an iteration, tensor by tensor.
 
     The engines that the run has on the cluster of RAY_ADDRESS are only asked what they hold. Where there are none, a
-    new one gets the stored weights as it does after a restart. Exit code 1 if an engine holds anything else.
-    """
+    new one gets the stored weights as it does after a restart. Exit code 1 if an engine holds anything else."""
     prepare_process()
     with Output(json=common.json) as output:
         from flows.evaluating import check_engines  # imports Ray

@@ -140,8 +140,7 @@ def _failed(error: BaseException, asked: Asked, lines: "LastLines") -> State[Any
 def waiting(run: str, work: Callable[[], State[Any]], deadline: float, say: Callable[[str], object]) -> State[Any]:
     """Do `work` as soon as no other process drives the run; Cancelled if that takes until `deadline`, or is stopped.
 
-    A run that another process takes over during the work is not taken back.
-    """
+    A run that another process takes over during the work is not taken back."""
     told = False
     try:
         with stoppable():

@@ -3,8 +3,7 @@
 Prefect's own ends with code 1 when its flow has failed, and the worker reports that as a crash a few seconds later,
 even of a Retry that has begun meanwhile. This one ends with code 0 once the server has the flow run's final state.
 If the server was away when the flow ended, this process waits until it is back and lets the flow run be tried again,
-which only finds what is committed.
-"""
+which only finds what is committed."""
 
 import contextlib
 import logging

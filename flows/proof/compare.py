@@ -138,8 +138,7 @@ class Pair:
 def lend_rollouts(source: Root, target: Root, run: str) -> None:
     """Give a run the rollout pieces of the other run, as if an earlier process of its own had generated them.
 
-    They are used only if the run arrives at the same weights that generated them.
-    """
+    They are used only if the run arrives at the same weights that generated them."""
     for key in filter(layout.is_piece, source.keys(layout.manifest_folder(run))):
         place = layout.place_of(key)
         if place is not None and place[1] == Stage.ROLLOUT:

@@ -2,8 +2,7 @@
 matrix only.
 
 A folder says what is to happen and records what happened. Its files are only appended to, one write a line, so that a
-process that is killed at once has still recorded it.
-"""
+process that is killed at once has still recorded it."""
 
 import os
 import random

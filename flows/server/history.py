@@ -1,7 +1,6 @@
 """Prefect's own record of the past, which grows with every task: what is old is deleted from its database.
 
-Nothing of a run depends on it. Events are deleted by the server itself, after a week unless it is set up otherwise.
-"""
+Nothing of a run depends on it. Events are deleted by the server itself, after a week unless it is set up otherwise."""
 
 from datetime import datetime
 from typing import Any

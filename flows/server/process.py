@@ -1,8 +1,7 @@
 """The process of a temporary Prefect server: `python -m flows.server.process SOCKET`.
 
 It serves on a socket that its parent has bound and handed over, so that no other process can take the port
-in between. It ends when its standard input is closed, that is with its parent, however that ends.
-"""
+in between. It ends when its standard input is closed, that is with its parent, however that ends."""
 
 import os
 import socket

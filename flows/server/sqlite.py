@@ -20,8 +20,7 @@ def write_lock_first() -> None:
 
     Prefect begins most transactions without it, reads, and then writes. If another connection has written in between,
     SQLite refuses at once ("database is locked"), whatever the timeout: what was read is out of date, so waiting could
-    not help (https://www.sqlite.org/isolation.html). A transaction that begins with the lock waits for it.
-    """
+    not help (https://www.sqlite.org/isolation.html). A transaction that begins with the lock waits for it."""
     if not event.contains(Engine, "before_cursor_execute", _begin_with_lock):
         event.listen(Engine, "before_cursor_execute", _begin_with_lock, retval=True)
 

@@ -2,8 +2,7 @@
 
 Prefect would start a temporary server by itself, at the first call, while everything else waits. Ours is started
 early, on a port that is bound before the process begins, outside the terminal's process group, so that Ctrl-C leaves it
-alive until it has the run's last state, and tied to this process by a pipe, so that nothing is left behind.
-"""
+alive until it has the run's last state, and tied to this process by a pipe, so that nothing is left behind."""
 
 import contextlib
 import socket

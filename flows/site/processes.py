@@ -1,8 +1,7 @@
 """The folder of a site, which only its owner can read, and its processes.
 
 Processes start without a terminal, are recognised by id and start time, and end with all they started. A mark in their
-environment finds those that nothing recorded.
-"""
+environment finds those that nothing recorded."""
 
 import contextlib
 import errno
@@ -172,8 +171,7 @@ def end(running: RunningProcess, grace_s: float = _GRACE_S, starts: bool = False
     """End a process and everything it has started: asked first, killed after `grace_s`. True if it was running.
 
     One that `starts` others until its end is killed at once: a worker that is asked to end may start a flow run again
-    that ended a moment before, and stays alive with it.
-    """
+    that ended a moment before, and stays alive with it."""
     process = find(running)
     if process is not None:
         started = process.children(recursive=True)

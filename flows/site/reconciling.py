@@ -19,8 +19,7 @@ QUIET_S = 10.0
 
 A process worker reports each crash of a process twice, as that of the process and as that of its infrastructure, in
 either order. As long as the flow run is Crashed the server refuses the second report; if the flow run is under way
-again by then, that report makes it Crashed once more, and a second process of it is started.
-"""
+again by then, that report makes it Crashed once more, and a second process of it is started."""
 GONE_S = 60.0
 """A flow run that is under way without a process is acted on after this long: its worker may be about to report it."""
 
@@ -31,8 +30,7 @@ def crashes(states: Sequence[State]) -> int:
     """Crashes since a person or a schedule asked for the flow run.
 
     States in which it is tried again do not count: two that look after it may act on one crash. Two reports of one
-    crash that come at the same moment are both recorded, and count once.
-    """
+    crash that come at the same moment are both recorded, and count once."""
     ordered = sorted(states, key=lambda state: state.timestamp)
     asked = [number for number, state in enumerate(ordered) if state.is_scheduled() and state.name != AGAIN]
     since = ordered[asked[-1] :] if asked else ordered
@@ -55,8 +53,7 @@ def reconcile(
     state was changed.
 
     `alive` has the identities of the flow runs that have a process; None if only the server can know that. A crash must
-    be `quiet_s` old, and a flow run without a process be under way for `gone_s`.
-    """
+    be `quiet_s` old, and a flow run without a process be under way for `gone_s`."""
     wanted = [StateType.CRASHED] if alive is None else [StateType.CRASHED, *_UNDER_WAY]
     found = client.read_flow_runs(
         flow_run_filter=those(state={"type": {"any_": wanted}}),

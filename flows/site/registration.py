@@ -2,8 +2,7 @@
 
 The automation `silence` declares a flow run Crashed that has been silent for long, wherever its process was. A worker
 then tries it again (`flows.site.reconciling`). Two processes never drive one run, whatever the server believes: a flow
-run that is declared dead while it lives still holds its run's lease, and its successor waits for it.
-"""
+run that is declared dead while it lives still holds its run's lease, and its successor waits for it."""
 
 import contextlib
 import shlex
@@ -62,8 +61,7 @@ def register(deployments: Deployments, at_once: int | None, webhook: str | None 
     """Register everything with the server that Prefect is connected to, and return the deployments, as flow/deployment.
 
     At most `at_once` flow runs train at the same time; None keeps the queue's limit, at first 1. `webhook` is a URL for
-    `keep_notification`; None changes nothing.
-    """
+    `keep_notification`; None changes nothing."""
     with get_client(sync_client=True) as client:
         _keep_pool(client, at_once)
         names = tuple(_keep_deployment(client, entry, flow) for entry, flow in deployments)
@@ -121,8 +119,7 @@ def webhook_url(given: str) -> str:
 def keep_notification(client: SyncPrefectClient, tag: str, url: str) -> None:
     """Notify `url` of each flow run with that tag that fails or crashes; with OFF, nobody.
 
-    The server keeps the URL encrypted. An automation that exists stays as it is, changed or paused by a person.
-    """
+    The server keeps the URL encrypted. An automation that exists stays as it is, changed or paused by a person."""
     if url == OFF:
         for one in client.read_automations_by_name(AUTOMATION):
             client.delete_automation(one.id)

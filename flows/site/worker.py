@@ -1,7 +1,6 @@
 """The worker of a site, Prefect's own: `python -m flows.site.worker [TYPE]`, of the type `process` if none is given.
 
-It also looks after flow runs that have crashed, and after its own that have lost their process.
-"""
+It also looks after flow runs that have crashed, and after its own that have lost their process."""
 
 import logging
 import runpy

@@ -28,8 +28,7 @@ _HEIGHTS = (2, 1, 1)
 def draw_curves(rows: Sequence[Row], title: str) -> bytes:
     """PNG of PIXELS: rewards and held-out pass rate; KL divergence; entropy and gradient norm, if they are measured.
 
-    Values that another reward function, or another way of asking, has given are apart: a line ends before them.
-    """
+    Values that another reward function, or another way of asking, has given are apart: a line ends before them."""
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

@@ -1,8 +1,7 @@
 """The table of metrics as a TensorBoard event file: one event for each iteration.
 
 The format is written here because the libraries that do it import torch, which a process that only drives or shows a
-run does not: event.proto, summary.proto and record_writer.h of TensorFlow.
-"""
+run does not: event.proto, summary.proto and record_writer.h of TensorFlow."""
 
 import struct
 

@@ -137,8 +137,7 @@ def last_iteration(root: Root, run: str, config: RunConfig) -> int:
 def ended_iterations(root: Root, run: str, at_most: int, ends: str = WORKFLOW.ends_iteration) -> int:
     """Number of iterations, counted from 0, whose last stage but the evaluation is committed.
 
-    It takes O(log at_most) look-ups: each such stage is made from the one before it, so there is no gap.
-    """
+    It takes O(log at_most) look-ups: each such stage is made from the one before it, so there is no gap."""
     head = read_revisions(root, run)
     return bisect.bisect_left(range(at_most), True, key=lambda number: find(root, run, number, ends, head) is None)
 
@@ -147,8 +146,7 @@ def next_iteration(root: Root, run: str, config: RunConfig) -> int:
     """The iteration that a run continues with; one past the last if it is complete. Takes a few look-ups, no listing.
 
     An iteration is complete if its weights are synced (or its state, on stored samples, is trained) and its evaluation,
-    if due, is done. Evaluations that an earlier configuration did not ask for are not done later.
-    """
+    if due, is done. Evaluations that an earlier configuration did not ask for are not done later."""
     last = last_iteration(root, run, config)
     ended = ended_iterations(root, run, last + 2, workflow_of(config).ends_iteration)
     return next_after(ended, last, config, lambda iteration, stage: find(root, run, iteration, stage) is not None)

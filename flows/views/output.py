@@ -57,8 +57,7 @@ class Output:
     """Standard output for the result, standard error for messages.
 
     With `json`, inside the `with` block the descriptor of standard output leads to standard error, so that no output of
-    a library or a child process mixes with the JSON.
-    """
+    a library or a child process mixes with the JSON."""
 
     def __init__(self, json: bool = False) -> None:
         self.json = json

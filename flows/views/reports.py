@@ -2,8 +2,7 @@
 
 The files of a run (CSV, TensorBoard, curves) hold one row for each iteration, whatever was killed: at a start they are
 compared with what is complete, and at the end made again from the manifests alone. A failure here is said once and ends
-nothing.
-"""
+nothing."""
 
 import contextlib
 import threading

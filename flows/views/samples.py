@@ -100,8 +100,7 @@ def scored_samples(
     does.
 
     Rollout and reward of each iteration are those of one revision, joined by prompt and sample; what was replaced, or
-    is not finished, is not among them. Columns of scores are null where nothing is scored yet.
-    """
+    is not finished, is not among them. Columns of scores are null where nothing is scored yet."""
     store = open_root(root)
     require_run(store, run)
     newest = names_of(store, run, revision).newest

@@ -1,8 +1,7 @@
 """The state of a run, from storage alone: imports no torch, Ray, vLLM or Prefect.
 
 Of a long run the newest iterations and the first comparable values are read: beyond a listing of the iterations (one
-request for a thousand of them) some forty requests for any run.
-"""
+request for a thousand of them) some forty requests for any run."""
 
 import bisect
 from collections.abc import Callable, Sequence
@@ -204,8 +203,7 @@ class _Earlier:
     def alike(self, stage: Stage, numbers: range, by: Sequence[str]) -> list[IterationRecord]:
         """The first iteration, and if the newest one is judged by something else, the first that is judged like it.
 
-        That takes O(log(iterations)) requests. Each record has this stage only.
-        """
+        That takes O(log(iterations)) requests. Each record has this stage only."""
         found = [self.record(number, stage) for number in numbers[:1]]
         last = next((judged_by(one, by) for one in reversed(self.newest) if stage in one.done), None)
         if found and last is not None and (found[0] is None or judged_by(found[0], by) != last):

@@ -1,7 +1,6 @@
 """The metrics of a run as one table, a row for each iteration: the numbers of all stages, from their manifests alone.
 
-Everything else that shows metrics (CSV, TensorBoard, curves, trackers) is made from these rows.
-"""
+Everything else that shows metrics (CSV, TensorBoard, curves, trackers) is made from these rows."""
 
 import csv
 import io

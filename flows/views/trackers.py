@@ -47,8 +47,7 @@ class TrackedRun:
     def identity(self) -> str:
         """Identity of the run, the same for every process that drives it.
 
-        A revision counts as a run of its own, because a tracker does not take back rows.
-        """
+        A revision counts as a run of its own, because a tracker does not take back rows."""
         prepared, head = need(self.root, self.name, 0, Stage.PREPARE), self._head
         return value_digest([self.name, prepared.digest, prepared.started.isoformat(), *([head] if head else [])])[:20]
 

@@ -2,8 +2,7 @@
 
     python -m storage.backends.conformance URL
 
-writes below URL, which should be empty, and removes what it has written. The exit code is 0 if each check passes.
-"""
+writes below URL, which should be empty, and removes what it has written. The exit code is 0 if each check passes."""
 
 import sys
 import tempfile

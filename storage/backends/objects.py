@@ -3,8 +3,7 @@
 s3fs maps a server's answers to errors of the operating system: 503 to EBUSY, 500 to EREMOTEIO, but 409
 ConditionalRequestConflict (two conditional puts at once: retry) to a bare EIO, and the 412 of a conditional put to
 FileExistsError only if the body is Amazon's (Ceph's differs). So the status itself is checked. A retry after a lost
-answer finds its own object, so callers read back and compare whenever the key is taken.
-"""
+answer finds its own object, so callers read back and compare whenever the key is taken."""
 
 import errno
 import functools

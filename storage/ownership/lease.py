@@ -1,8 +1,7 @@
 """The lease of a run, with fencing tokens, built on put-if-absent alone: docs/durability.md, "The lease".
 
 The holder counts its period from before it asked for its entry, a watcher from after it saw it, so their times do not
-overlap if both clocks run at the same speed. Independent of clocks: a holder that was replaced commits nothing.
-"""
+overlap if both clocks run at the same speed. Independent of clocks: a holder that was replaced commits nothing."""
 
 import logging
 import os

@@ -1,7 +1,6 @@
 """The log of a lease: numbered entries without gaps, each published put-if-absent. The newest says who drives the run.
 
-Pruning frees numbers: an append counts only if a second look shows that its number is the newest.
-"""
+Pruning frees numbers: an append counts only if a second look shows that its number is the newest."""
 
 from datetime import datetime
 from typing import Literal

@@ -1,8 +1,7 @@
 """The archive of a run: every scored sample in one Parquet file, or in one for each chunk of iterations.
 
 zstd; token ids and names as dictionaries; log-probabilities as BYTE_STREAM_SPLIT, which puts bytes of equal
-significance side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth.
-"""
+significance side by side. Nothing in Ratchet reads it: the manifests and their parts stay the truth."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """Cleaning and checking a run while another process drives it, which may find what an earlier attempt has left.
 
 So only that is deleted which no stage in progress can find. That, and that the same process drives the run all the
-time, is checked before every few deletions.
-"""
+time, is checked before every few deletions."""
 
 import logging
 from collections.abc import Iterable, Iterator

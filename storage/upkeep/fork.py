@@ -1,8 +1,7 @@
 """Runs that begin with a past of another: all of it up to an iteration (a fork), or one of its states (a branch).
 
 A run names parts below its own folder alone, so they are copied: first the parts, then the manifests, then `run.json`.
-Doing the same again completes it: docs/storage.md, "Forks".
-"""
+Doing the same again completes it: docs/storage.md, "Forks"."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass

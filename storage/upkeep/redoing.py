@@ -1,7 +1,6 @@
 """Doing a finished stage again: asking for it, and choosing the head. Hold the run's lease for both.
 
-The order is the promise: intent, result, choice. The next process finds an intent without its end and goes on.
-"""
+The order is the promise: intent, result, choice. The next process finds an intent without its end and goes on."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace

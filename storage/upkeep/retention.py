@@ -1,8 +1,7 @@
 """Garbage: what may be deleted, and deleting it. Nothing that a kept manifest of the run names is ever deleted.
 
 Retention retires train states by a record before it deletes them; a fork that finds a part gone looks for that record.
-Parts of a run without `run.json` are not garbage: a fork may be copying them, and a link is as old as its original.
-"""
+Parts of a run without `run.json` are not garbage: a fork may be copying them, and a link is as old as its original."""
 
 import logging
 from collections.abc import Iterable, Iterator

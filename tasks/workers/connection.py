@@ -1,8 +1,7 @@
 """The use of Ray by the threads of this process, such as that of a training and that of the rollout beside it.
 
 Ray ends the process at once if one thread leaves it while another is inside a call of it, or lets go of a result. So
-whoever leaves waits for the others, which wait for results a second at a time, and what they hold is kept.
-"""
+whoever leaves waits for the others, which wait for results a second at a time, and what they hold is kept."""
 
 import threading
 import time

@@ -1,8 +1,7 @@
 """Comparison of the settings with the live parts: a setting that did not take effect stops the trainer.
 
 A row names a setting and reads it from the modules, buffers and optimizers that were built. Megatron's configuration
-objects are compared as well, but they hold requests, not effects.
-"""
+objects are compared as well, but they hold requests, not effects."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

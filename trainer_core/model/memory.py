@@ -1,8 +1,7 @@
 """Release of a trainer's device memory while something else uses the device: parameters, gradients, optimizer state.
 
 Storages are emptied and filled again, and no tensor is replaced: views, as fp32 main weights and `main_grad` are, stay
-valid. docs/trainer.md, "Memory", says why Megatron's own functions are not used.
-"""
+valid. docs/trainer.md, "Memory", says why Megatron's own functions are not used."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence

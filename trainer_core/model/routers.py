@@ -22,8 +22,7 @@ class Balance:
 
     Megatron divides all gradients by the response tokens of a pass, while the auxiliary loss is one of positions,
     prompts included. So each micro-batch counts with its share of the positions, and their sum is multiplied by that
-    divisor: the coefficient acts as configured, wherever prompts end.
-    """
+    divisor: the coefficient acts as configured, wherever prompts end."""
 
     def __init__(self, routers: Iterable[Any]) -> None:
         self._divisor, self._positions = 0, 0
@@ -96,8 +95,7 @@ class _Given:
     process, which a critic's and a reference's routers would enter, and must be told which pass it is in.
 
     A layer whose activations are computed again runs twice: without gradients, and with them in the backward pass.
-    Meanwhile others may begin, but they are computed again in the order in which they began.
-    """
+    Meanwhile others may begin, but they are computed again in the order in which they began."""
 
     def __init__(self) -> None:
         self._now: torch.Tensor | None = None

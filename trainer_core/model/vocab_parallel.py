@@ -79,8 +79,7 @@ def likeliest(
 class _AtTokens(torch.autograd.Function):
     """With l = log softmax(z / T), p = exp l and upstream gradients g_i of the k tokens:
 
-    dz = (sum over i of g_i onehot(i) - p sum over i of g_i) / T.
-    """
+    dz = (sum over i of g_i onehot(i) - p sum over i of g_i) / T."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -124,8 +123,7 @@ class _VocabParallel(torch.autograd.Function):
 
     Kept for the backward pass are the logits themselves and a few numbers for each position; p is computed again. The
     columns of a rank have a log-normalizer n and an entropy h of their own; with the whole normalizer N and
-    f = exp(n - N), the whole entropy is the sum over ranks of f h - f log f.
-    """
+    f = exp(n - N), the whole entropy is the sum over ranks of f h - f log f."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

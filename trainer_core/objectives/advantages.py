@@ -1,7 +1,6 @@
 """Advantages: what a sample's reward is compared with. Imports no torch.
 
-Each is a function of the samples of an iteration, as `trainer_core.objectives.registry` names it.
-"""
+Each is a function of the samples of an iteration, as `trainer_core.objectives.registry` names it."""
 
 from dataclasses import replace
 
@@ -87,8 +86,7 @@ def leave_one_out_advantages(scored: ScoredSamples) -> NDArray[np.float32]:
     and for groups with a single usable sample.
 
     Sources: RLOO, "Back to Basics" (arXiv 2402.14740); Kool et al., "Buy 4 REINFORCE samples, get a baseline
-    for free!" (2019).
-    """
+    for free!" (2019)."""
     advantages = np.zeros(len(scored.rewards), dtype=np.float32)
     for members in members_of(scored.groups, scored.usable):
         scores, count = scored.rewards[members].astype(np.float64), len(members)
@@ -103,8 +101,7 @@ def batch_advantages(scored: ScoredSamples, baseline: bool = False) -> NDArray[n
     The return G of a token is the response's reward, with `baseline` minus the group's mean, minus the penalties of
     this token and those after it. Zero for tokens that do not count, and for all if their returns are equal.
 
-    Source: REINFORCE++ (arXiv 2501.03262), with global advantage normalisation, and REINFORCE++-baseline.
-    """
+    Source: REINFORCE++ (arXiv 2501.03262), with global advantage normalisation, and REINFORCE++-baseline."""
     rewards = _centred(scored) if baseline else scored.rewards.astype(np.float64)
     returns = returns_to_go(rewards, scored.penalties, scored.lengths)
     return _normalized(returns, np.repeat(scored.usable, scored.lengths))

@@ -1,7 +1,6 @@
 """Advantages and losses of the user's own: loaded, called, and checked at each call.
 
-An error names the user's file and line, the expected value and the given one.
-"""
+An error names the user's file and line, the expected value and the given one."""
 
 import functools
 import inspect

@@ -1,7 +1,6 @@
 """Configuration of losses and importance corrections. Imports no torch.
 
-The properties of each table state its needs, so that no other code compares its `type`.
-"""
+The properties of each table state its needs, so that no other code compares its `type`."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -46,8 +46,7 @@ def sequence_surrogate(tokens: Tokens, clip_low: float, clip_high: float) -> Tok
     -A_t s where nothing is clipped. Advantages may differ from token to token; where they do not, the mean over a
     sequence's tokens has the value and the gradient of the sequence's loss.
 
-    Source: GSPO (arXiv 2507.18071) equations 5 and 7, GSPO-token, section 4.3.
-    """
+    Source: GSPO (arXiv 2507.18071) equations 5 and 7, GSPO-token, section 4.3."""
     log_ratio, responses = tokens.log_ratio, tokens.responses
     whole = responses.spread(responses.mean(log_ratio.detach()), len(log_ratio))  # (R,) -> (S,) -> (R,)
     return _surrogate(torch.exp(whole + (log_ratio - log_ratio.detach())), tokens.advantages, clip_low, clip_high)
@@ -58,8 +57,7 @@ def clipped_weight_loss(tokens: Tokens, clip_low: float, clip_high: float) -> To
 
     Every token keeps its gradient; `clipped` says where the weight is not the ratio.
 
-    Source: CISPO, MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
-    """
+    Source: CISPO, MiniMax-M1 (arXiv 2506.13585) equations 4 and 5."""
     ratio = torch.exp(tokens.log_ratio).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return TokenLoss(-weight * tokens.advantages * tokens.logprobs, (weight != ratio).float())

@@ -1,7 +1,6 @@
 """The objectives by their `type`, in one table. Imports no torch and no numpy.
 
-An advantage is a function of `ScoredSamples`, a loss one of `Tokens`; both take settings as keywords.
-"""
+An advantage is a function of `ScoredSamples`, a loss one of `Tokens`; both take settings as keywords."""
 
 import importlib
 from collections.abc import Callable, Mapping

@@ -77,8 +77,7 @@ def sequence_weights(
     weight in all (GRPO, arXiv 2402.03300 equation 3), "group" every prompt group, and within it every token. Their
     weights times lengths sum to the number of tokens, by which Megatron divides the sum over all micro-batches and
     data-parallel ranks. "constant" divides the sum over a sample by `loss_length` instead of its own length
-    (Dr. GRPO, arXiv 2503.20783), so that long responses weigh more. The values of pairs are shares of their mean.
-    """
+    (Dr. GRPO, arXiv 2503.20783), so that long responses weigh more. The values of pairs are shares of their mean."""
     count, total, aggregation = len(response_lengths), response_lengths.sum(), policy.loss_aggregation
     samples = np.arange(count) if owners is None else owners
     if policy.loss.paired:

@@ -1,8 +1,7 @@
 """A trial of an objective on a few made-up tokens, before a run starts.
 
 As a program it reads the objective (`PolicyConfig`, JSON) from standard input and writes the refusal, if there is one,
-to standard output. The code of the user's own may write elsewhere only.
-"""
+to standard output. The code of the user's own may write elsewhere only."""
 
 import contextlib
 import sys

@@ -2,8 +2,7 @@
 
 megatron-core writes `torch.cuda.current_device()`, `device="cuda"` and similar literals. On a machine without a GPU
 each of these few names has a CPU meaning for as long as `installed()` lasts; none of Megatron's own logic is
-replaced. On a GPU this module is never imported.
-"""
+replaced. On a GPU this module is never imported."""
 
 import contextlib
 import functools

@@ -3,8 +3,7 @@
 Parameters have the names that Transformer Engine's fused modules give them (`linear_qkv.layer_norm_weight`), because
 megatron-bridge's parameter mappings are written for them. Attention is causal within the segments of a flat batch, by
 torch's scaled_dot_product_attention. Context-parallel ranks gather keys and values of the whole sequences, and each
-attends with its own queries.
-"""
+attends with its own queries."""
 
 from dataclasses import dataclass, replace
 from typing import Any, cast

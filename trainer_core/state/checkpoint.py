@@ -1,8 +1,7 @@
 """Train state on disk: weights, optimizer and random generators, loadable under another layout.
 
 megatron-core plans the boxes of whole tensors that each rank writes (`trainer_core.state.shards`). docs/storage.md,
-"Train states", describes the files, and why its own writers are not used.
-"""
+"Train states", describes the files, and why its own writers are not used."""
 
 import json
 from collections.abc import Iterable

@@ -1,8 +1,7 @@
 """The identity of a live train state: a digest of what it holds, equal under every layout and in every file format.
 
 Each element is one 64-bit word: its bits, as a signed whole number. Words are mixed with their row-major positions in
-the whole tensor and added modulo 2**64, so the sums of shards add up, wherever they are cut.
-"""
+the whole tensor and added modulo 2**64, so the sums of shards add up, wherever they are cut."""
 
 import math
 

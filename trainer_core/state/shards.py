@@ -2,8 +2,7 @@
 
 The names are those of megatron-core's sharded state dict: one tensor for all layers, the layer is its first index; a
 fused matrix is one tensor, whichever halves of it a rank holds. The distributed optimizer gives each data-parallel rank
-a range of each parameter's elements, which is cut into boxes here.
-"""
+a range of each parameter's elements, which is cut into boxes here."""
 
 import io
 from collections.abc import Iterator

@@ -2,8 +2,7 @@
 them: no pipeline or expert group is asked.
 
 Everything here is made for one update and dropped after it. A mapping that is kept remembers shapes, types and
-owners of an earlier moment; receivers that are sized by them take garbage without an error.
-"""
+owners of an earlier moment; receivers that are sized by them take garbage without an error."""
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence

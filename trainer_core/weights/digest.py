@@ -1,7 +1,6 @@
 """A digest of tensors that costs about one read of the memory and is the same on every device.
 
-Digests of an update are planned before it: while engines stand still, as little as possible is left.
-"""
+Digests of an update are planned before it: while engines stand still, as little as possible is left."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """megatron-bridge's mappings: those that are known, the settings and tensors that they read, and their names.
 
 Names of Megatron's tensors in the whole model and by Hugging Face are the bridge's own answers. Names that differ in
-numbers alone, as those of layers and experts do, are asked for once. The answers are kept for one update.
-"""
+numbers alone, as those of layers and experts do, are asked for once. The answers are kept for one update."""
 
 import contextlib
 import re

@@ -2,8 +2,7 @@
 
 They come from cudaMalloc itself: what torch's allocator hands out may be part of a larger block, expandable or under
 vLLM's sleep mode, none of which can be exported. They are raw bytes, and are kept from one update to the next, because
-the first opening costs tens of milliseconds.
-"""
+the first opening costs tens of milliseconds."""
 
 import ctypes
 import itertools
