@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -117,7 +117,7 @@ def _wait(iteration: int, published: "Future[None]") -> State[Any]:
     return Completed(message=f"iteration {iteration}: durable")
 
 
-class Subflows:
+class Subflows(AbstractContextManager["Subflows", None]):
     """The page of a run in Prefect; as a context manager it waits, for a limited time, until the server has its end.
 
     Make it within the run's flow."""
@@ -181,9 +181,6 @@ class Subflows:
     def advanced(self, portion: Portion) -> None:
         if self._advanced is not None:
             self._advanced(portion)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         deadline = time.monotonic() + (_LINGER_S if isinstance(error, Exception | None) else _INTERRUPTED_S)

@@ -5,9 +5,9 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
 
 from storage import meter
 from storage.errors import LeaseLost, RatchetError
@@ -22,7 +22,7 @@ Again = Callable[[RatchetError, int], float | None]
 """After how many seconds a job that has raised an error in that many attempts is done again; None leaves it failed."""
 
 
-class WriteBehind:
+class WriteBehind(AbstractContextManager["WriteBehind", None]):
     """Does jobs one after another in its own thread. A train state is stored here, then its manifest is published, then
     the manifests of what was made from it meanwhile. The order is the promise: nothing is published before everything
     that was added earlier. A job that fails is done again if `repeat` says so, while later ones wait. After its last
@@ -39,9 +39,6 @@ class WriteBehind:
         self._adding = threading.Lock()
         self._dropped = threading.Event()
         self._again: Again = lambda _error, _attempts: None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

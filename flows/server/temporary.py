@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import IO, Self
+from typing import IO
 
 import httpx
 from prefect.client.orchestration import get_client
@@ -43,7 +43,7 @@ def last_output(log: bytes) -> str:
     return f"Its last output: {' | '.join(lines[-3:]) or 'none'}."
 
 
-class TemporaryServer:
+class TemporaryServer(contextlib.AbstractContextManager["TemporaryServer", None]):
     """A Prefect server on 127.0.0.1 that lives as long as this process at most."""
 
     def __init__(self) -> None:
@@ -85,9 +85,6 @@ class TemporaryServer:
             self._process.wait()
         self._listener.close()
         self._log.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

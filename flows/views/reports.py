@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Self
 
 from flows.views.curves import store_plot
 from flows.views.events import TensorBoard
@@ -105,7 +104,7 @@ def finish_report(root: Root, run: str, config: RunConfig, say: Say) -> bytes:
     return write_report(root, run)
 
 
-class Reports:
+class Reports(contextlib.AbstractContextManager["Reports", None]):
     """The reports of one process that drives a run; as a context manager it ends them."""
 
     def __init__(self, root: Root, run: str, config: RunConfig, say: Say, publish: Sequence[Publish] = ()) -> None:
@@ -128,9 +127,6 @@ class Reports:
             self._lanes[name].add(lambda sender=sender: sender.send(row))
         if self._publish and record.iteration:
             self._lanes["examples"].add(lambda: self._show_examples(record.iteration))
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         interrupted = not isinstance(error, Exception | None)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -14,7 +14,7 @@ from trainer_core.weights.plan import Bucket, PlannedTensor, WeightPlan
 from trainer_core.weights.transports.ends import Sender, open_sender
 
 
-class BucketSender:
+class BucketSender(AbstractContextManager["BucketSender", None]):
     """Sends buckets until the first failure; its rank then continues the collectives, and raises it at the end."""
 
     def __init__(self, channel: Channel, plan: WeightPlan, mesh: Mesh, digests: PlannedDigests) -> None:
@@ -27,9 +27,6 @@ class BucketSender:
         if any(bucket.sender == mesh.rank for bucket in plan.buckets):
             with self.noted():
                 self._sender = open_sender(channel, plan, mesh.rank, mesh.device)
-
-    def __enter__(self) -> "BucketSender":
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._sender is not None:
