@@ -211,8 +211,8 @@ ENVIRONMENTS = (
         "dying-host-is-asked",
         "conversations are opened by a host that is being killed, which uses up their retries",
         "tasks/environments/hosting.py",
-        "            if await reader.readline():",
-        "            if await reader.readline() or True:",
+        "            if await _line(reader, _OPEN_S):",
+        "            if await _line(reader, _OPEN_S) or True:",
         ("tests/tasks/environments/test_hosting.py",),
     ),
     Mutant(

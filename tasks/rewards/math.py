@@ -27,7 +27,8 @@ def math_verify(record: Mapping[str, Any], response: str, *, field: str = "answe
     The response's answer is in its last box, else in <answer>, else after ####, else after "answer is", else its last
     line, else the last expression that math-verify finds; what is thought before </think> does not count.
     math-verify's own time-outs are signal alarms, which work only in the main thread: they are off, and the deadline
-    of the scoring process applies instead. Raises as `gold_answer`, which is no score."""
+    of the scoring process applies instead. Raises as `gold_answer`, which is no score.
+    """
     gold = gold_answer(record, field)
     for text in _candidates(response):
         try:

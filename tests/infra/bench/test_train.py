@@ -61,7 +61,7 @@ def both_losses(rank, world_size, store, folder):
     from tasks.data.generated import generate_model
 
     generate_model(Path(folder), TINY.model, seed=0)
-    sides = _sides(folder, TINY, "cpu")
+    sides = _sides(folder, TINY, "cpu", fp8=False)
     samples = draw_samples(TINY, mixed=True)
     rows = np.arange(len(samples))
     ours = sides._phase.passes.score(samples, rows, 1.0).logprobs.sum()
