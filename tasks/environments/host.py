@@ -157,7 +157,9 @@ class _Conversations:
     def _close(self, number: int) -> None:
         process = self.processes.pop(number)
         self.ended.append(process)
-        if self.codes.pop(process, None) is None:  # else its number may be that of a stranger
+        self.codes.pop(process, None)
+        with suppress(ChildProcessError):  # it ended by itself, and its number may be that of a stranger
+            os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             os.kill(process, signal.SIGKILL)
 
     def _reap(self) -> None:

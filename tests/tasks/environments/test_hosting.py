@@ -148,6 +148,26 @@ def test_a_host_that_is_stopped_is_replaced(monkeypatch):
         asyncio.run(play(host))
 
 
+def test_a_host_whose_module_has_children_reaped_at_once_outlives_those_that_end_by_themselves(tmp_path):
+    module = tmp_path / "reaped.py"
+    module.write_text(f"import signal\n{FILE.read_text()}\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n")
+
+    async def play(host):
+        before = host_processes()
+        for _ in range(2):
+            async with await host.open() as opened:
+                for one in psutil.Process(*before.values()).children():
+                    one.kill()
+                with pytest.raises(EnvironmentFailed, match="the process of its environment ended during"):
+                    await opened.ask(PATIENCE_S, "its beginning", **BEGIN)
+        async with await host.open() as opened:
+            assert (await opened.ask(PATIENCE_S, "its beginning", **BEGIN))["observation"] == "1+1="
+        assert host_processes() == before
+
+    with Host(EnvironmentSection(function=f"{module}:Sums")) as host:
+        asyncio.run(play(host))
+
+
 def test_the_end_of_a_conversation_of_an_earlier_host_ends_nothing_of_the_present_one():
     section = EnvironmentSection(function=f"{FILE}:Sums")
 
