@@ -120,7 +120,7 @@ class Worker:
             asked["samples"] = [vars(one.sample) for one in responses]
         line = f"{deadline_s}\t{json.dumps(asked)}\n"
         answer = self._asked(line, deadline_s)
-        if self._lost:  # it runs our code: somebody may have ended or stopped it. A function that did does it again
+        if self._lost:  # by a signal from outside, or by the function, which then ends it a second time
             answer = self._asked(line, deadline_s)
         if answer["status"] == "refused":
             raise Refused(_clean(answer["detail"]))
