@@ -1,5 +1,6 @@
 """Storage work behind the stages: in order, and stopped once a job has failed."""
 
+import contextvars
 import itertools
 import logging
 import threading
@@ -68,8 +69,10 @@ class WriteBehind(AbstractContextManager["WriteBehind", None]):
         its error, or is cancelled if the job was dropped. `settle` may wait for the job by its name."""
         with self._adding:
             if self.idle and self._thread is None:
-                # a daemon: an upload that an interrupt leaves behind does not keep the process alive
-                self._thread = threading.Thread(target=self._work, name="outbox", daemon=True)
+                # a daemon: an upload that an interrupt leaves behind does not keep the process alive; a job that logs
+                # needs the context, where Prefect finds its server, or starts a second one
+                work = contextvars.copy_context().run
+                self._thread = threading.Thread(target=work, args=(self._work,), name="outbox", daemon=True)
                 self._thread.start()
             self._last = added = Future[None]()
             self._named = {known: one for known, one in self._named.items() if not one.done()} | {name: added}

@@ -1,3 +1,4 @@
+import contextvars
 import os
 import signal
 import subprocess
@@ -28,6 +29,15 @@ def test_jobs_are_done_in_order_behind_the_caller():
         outbox.settle()
         assert done == ["upload", "manifest"]
         assert outbox.idle
+
+
+def test_jobs_have_the_context_of_the_caller():
+    """Prefect finds its server there, and would start a second one for a job that logs."""
+    server, found = contextvars.ContextVar("server", default="another"), []
+    server.set("this one")
+    with WriteBehind() as outbox:
+        outbox.add(lambda: found.append(server.get()))
+    assert found == ["this one"]
 
 
 def test_threads_that_add_at_once_share_one_thread_of_the_outbox(monkeypatch):

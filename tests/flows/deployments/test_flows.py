@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import (
@@ -74,6 +75,7 @@ def test_overlapping_flow_runs_each_add_what_they_were_asked_for(given, root: Ro
     assert complete_iterations(root, "a") == 3
     kept = [client.read_flow_run(identity(state)).parameters for state in states]
     assert sorted((one["iterations"], one["more"]) for one in kept) == [(1, None), (2, None), (3, None)]
+    assert not [one for one in psutil.Process().children() if "uvicorn" in one.cmdline()]  # a second server
     again = train(run="a", iterations=3, **given)
     assert again.message == "run a has 3 iterations; nothing was to be done"
 
