@@ -24,12 +24,17 @@ def kind_of(arguments: list[str]) -> str | None:
     """The kind of process; None if no server has what it needs.
 
     Of those that `multiprocessing` starts, engines and their workers are forked. The worker of a site begins as always:
-    whoever ends a site looks for what the worker has started.
+    whoever ends a site looks for what the worker has started. The lines of the tutorial and of its example need
+    transformers, which ranks have imported.
     """
     if arguments[0] == "-m":
         ours = arguments[1].split(".")[0] in ("flows", "uvicorn") and arguments[1] != "flows.site.worker"
         return "command" if ours else None
+    if arguments[0].endswith("chat/make.py"):
+        return "rank"
     if arguments[0] == "-c":
+        if arguments[1].startswith("from transformers"):
+            return "rank"
         spawned = "multiprocessing.spawn" in arguments[1] and "VLLM_WORKER_MULTIPROC_METHOD" in os.environ
         return "engine" if spawned else None if "multiprocessing" in arguments[1] else "command"
     if arguments[0].endswith(WORKER):

@@ -76,6 +76,14 @@ def of_workers(python: Path) -> dict[str, str]:
     return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": str(python)}})}
 
 
+def start_forked(patch: "pytest.MonkeyPatch", factory: "pytest.TempPathFactory") -> None:
+    """Let this process start Ray and its workers, and other processes, as forked ones."""
+    python = forked_python(factory)
+    patch.setattr(sys, "executable", python)
+    for name, value in of_workers(Path(python)).items():
+        patch.setenv(name, value)
+
+
 @dataclass(frozen=True)
 class Finished:
     """A finished command."""

@@ -1,6 +1,4 @@
-import sys
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +6,7 @@ import pytest
 from tasks.config.environment import Settings
 from tasks.engine.protocol import EngineSpec
 from tasks.workers.cluster import Cluster
-from tests.forked_python import forked_python, of_workers
+from tests.forked_python import start_forked
 from tests.tasks.engine_process import CONTEXT, engine_process
 
 
@@ -94,7 +92,4 @@ def _started():
 @pytest.fixture
 def forked(tmp_path_factory, monkeypatch):
     """Let this process start Ray and its workers, and other processes, as forked ones."""
-    python = forked_python(tmp_path_factory)
-    monkeypatch.setattr(sys, "executable", python)
-    for name, value in of_workers(Path(python)).items():
-        monkeypatch.setenv(name, value)
+    start_forked(monkeypatch, tmp_path_factory)

@@ -14,7 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server import temporary as server_module
 from flows.server.temporary import TemporaryServer, prefect_server
 from storage.errors import InputError, WorkerLost
-from tests.forked_python import forked_python
+from tests.forked_python import forked_python, own
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -36,13 +36,14 @@ def test_it_listens_on_the_loopback_interface_only(prefect_server: TemporaryServ
 
 
 @pytest.mark.slow
-def test_it_ends_when_its_parent_is_killed(prefect_home: Path):
+def test_it_ends_when_its_parent_is_killed(prefect_home: Path, tmp_path_factory: pytest.TempPathFactory):
     code = (
         "import time; from flows.server import temporary as t; print(t.TemporaryServer().pid, flush=1); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=PROJECT)
+    python = forked_python(tmp_path_factory, "command")
+    parent = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True, cwd=PROJECT)
     assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
+    child = own(psutil.Process(int(parent.stdout.readline())))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

@@ -20,7 +20,7 @@ from storage.errors import InputError, RatchetError, WorkerLost
 from tasks.config.environment import Settings
 from tasks.workers.actors import WorkerGroup, fresh_names, spawn
 from tasks.workers.cluster import Cluster
-from tests.forked_python import tree
+from tests.forked_python import start_forked, tree
 
 LOCAL = Settings(ray_address=None, gpus=())
 
@@ -59,9 +59,11 @@ def kill(cluster, name):
     victim.wait(10)
 
 
-@pytest.fixture
-def started(forked):
-    with Cluster(LOCAL) as cluster:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """The Ray of the last tests, beside which there is no other."""
+    with pytest.MonkeyPatch.context() as patch, Cluster(LOCAL) as cluster:
+        start_forked(patch, tmp_path_factory)
         cluster.start()
         yield cluster
 
@@ -132,39 +134,6 @@ def test_a_fork_server_outlives_a_ray_that_was_started_after_it(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
-def test_a_dead_ray_is_told_once_and_then_started_anew_also_while_another_thread_waits(started, victim):
-    started.check_alive()
-    before = started.processes()
-    forked = everything(before)
-    group, told = start_actor(), []
-
-    def train():
-        try:
-            group.submit("sleep").wait(300)
-        except WorkerLost as loss:
-            told.append(loss)
-
-    training = threading.Thread(target=train)
-    training.start()
-    kill(started, victim)
-    with pytest.raises(WorkerLost, match=victim):
-        started.check_alive()
-    assert not psutil.wait_procs(before, timeout=0)[1]
-    assert gone(forked)
-    started.check_alive()  # nothing is started, so nothing is reported
-    training.join(20)
-    assert len(told) == 1
-    assert not group.alive()
-    group.end()
-    rollout = threading.Thread(target=started.start)
-    rollout.start()
-    rollout.join()
-    start_actor()
-    started.check_alive()
-
-
 class Looking(Cluster):
     """A Ray of one process, which is this one."""
 
@@ -232,18 +201,6 @@ def attach(address, token, deadline_s=60.0):
 
 
 @pytest.mark.slow
-def test_a_process_attaches_with_the_token_and_a_second_ray_in_one_process_is_refused(started):
-    address = ray.get_runtime_context().gcs_address
-    assert attach(address, os.environ["RAY_AUTH_TOKEN"]) == "attached"
-    started.check_alive()
-    with Cluster(LOCAL) as second, pytest.raises(RatchetError, match="another Ray"):
-        second.start()
-    assert attach(address, "0" * 64).startswith(f"{InputError.__name__}: ")
-    started.check_alive()
-    start_actor()
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_an_address_that_accepts_and_never_answers_is_refused_in_time():
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -259,3 +216,48 @@ def test_an_address_where_nothing_listens_is_refused(host):
         answer = attach(f"{host}{unused.getsockname()[1]}", "0" * 64)
     assert answer.startswith(f"{InputError.__name__}: there is no Ray cluster at")
     assert "RAY_ADDRESS" in answer
+
+
+@pytest.mark.slow
+def test_a_process_attaches_with_the_token_and_a_second_ray_in_one_process_is_refused(started):
+    address = ray.get_runtime_context().gcs_address
+    assert attach(address, os.environ["RAY_AUTH_TOKEN"]) == "attached"
+    started.check_alive()
+    with Cluster(LOCAL) as second, pytest.raises(RatchetError, match="another Ray"):
+        second.start()
+    assert attach(address, "0" * 64).startswith(f"{InputError.__name__}: ")
+    started.check_alive()
+    start_actor()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_dead_ray_is_told_once_and_then_started_anew_also_while_another_thread_waits(started, victim):
+    started.check_alive()
+    before = started.processes()
+    forked = everything(before)
+    group, told = start_actor(), []
+
+    def train():
+        try:
+            group.submit("sleep").wait(300)
+        except WorkerLost as loss:
+            told.append(loss)
+
+    training = threading.Thread(target=train)
+    training.start()
+    kill(started, victim)
+    with pytest.raises(WorkerLost, match=victim):
+        started.check_alive()
+    assert not psutil.wait_procs(before, timeout=0)[1]
+    assert gone(forked)
+    started.check_alive()  # nothing is started, so nothing is reported
+    training.join(20)
+    assert len(told) == 1
+    assert not group.alive()
+    group.end()
+    rollout = threading.Thread(target=started.start)
+    rollout.start()
+    rollout.join()
+    start_actor()
+    started.check_alive()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -176,7 +177,7 @@ def test_a_rank_lives_on_and_one_that_waits_on_the_host_of_another_takes_its_pla
     standby.fill([places[1]])
     os.kill(before[1][1], signal.SIGKILL)
     while first.alive():  # Ray learns of it from the operating system
-        pass
+        time.sleep(0.1)
     there = living(first.survivors())
     assert there.keys() == {0}
     assert standby.take({0: places[0]}) == {}
