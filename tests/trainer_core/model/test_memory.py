@@ -136,17 +136,18 @@ CASES = {
     "dp2-bf16-overlap": (DENSE, configuration(ParallelConfig(data=2), precision="bf16", megatron=OVERLAP)),
     "tp2-lora": (DENSE, configuration(ParallelConfig(tensor=2), lora=LoraConfig(rank=4))),
     "pp2-bf16-tied": (DENSE, configuration(ParallelConfig(pipeline=2), precision="bf16")),
-    "pp2-vpp2-dp2-overlap": (
+    "pp2-vpp2-dp2-bf16-overlap": (
         DENSE,
-        configuration(ParallelConfig(pipeline=2, virtual_pipeline=2, data=2), megatron=OVERLAP),
+        configuration(ParallelConfig(pipeline=2, virtual_pipeline=2, data=2), precision="bf16", megatron=OVERLAP),
     ),
     "dp2-ep2": (EXPERTS, configuration(ParallelConfig(data=2, expert=2))),
     "pp2-dp2-ep2-bf16": (EXPERTS, configuration(ParallelConfig(pipeline=2, data=2, expert=2), precision="bf16")),
 }
-BY_HAND = ("single-fp32", "dp2-bf16-overlap", "dp2-ep2")  # CI has another order of the first two; the last is in others
+# CI has another order of the first; the others are in rows that divide more
+BY_HAND = ("single-fp32", "dp2-bf16-overlap", "dp2-ep2", "pp2-bf16-tied")
 DRAWN = [
     ("single-fp32", 1),
-    ("dp2-bf16-overlap", 2),
+    pytest.param("dp2-bf16-overlap", 2, marks=pytest.mark.full),
     pytest.param("dp2-ep2", 3, marks=pytest.mark.full),
     *(
         pytest.param(case, seed, marks=pytest.mark.full if case in BY_HAND else [])
