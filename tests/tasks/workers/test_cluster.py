@@ -100,38 +100,42 @@ def test_everything_listens_on_loopback_alone_a_handler_of_sigterm_is_kept_and_n
     assert not ray.is_initialized()
 
 
+ELSEWHERE = """
+import multiprocessing, os
+from tests.tasks.workers.test_cluster import LOCAL, Cluster, listening_addresses, start_actor
+
+forks = multiprocessing.get_context("forkserver")
+
+def fork():
+    child = forks.Process(target=os.getpid)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+fork()
+with Cluster(LOCAL) as cluster:
+    cluster.start()
+    cluster.check_alive()
+    assert listening_addresses(cluster.processes()) == {"127.0.0.1"}
+    start_actor()
+fork()
+"""
+
+
 @pytest.mark.slow
-def test_wherever_the_process_was_started_actors_import_the_project_and_an_earlier_ray_is_left_alone(tmp_path):
+def test_wherever_the_process_was_started_actors_import_the_project_and_an_earlier_ray_and_fork_server_are_left_alone(
+    tmp_path,
+):
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)  # it imports Ray, which adds to `sys.path`
+    code = "import runpy; runpy.run_path('elsewhere.py')"
     # `ray start` leaves its address behind even when it has ended; Ray would attach to it
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:  # short: paths of sockets may have 107 characters
         Path(folder, "ray").mkdir()
         Path(folder, "ray", "ray_current_cluster").write_text("127.0.0.1:1")
-        code = (
-            "from tests.tasks.workers.test_cluster import LOCAL, Cluster, listening_addresses, start_actor\n"
-            "with Cluster(LOCAL) as cluster:\n    cluster.start()\n    cluster.check_alive()\n"
-            "    assert listening_addresses(cluster.processes()) == {'127.0.0.1'}\n    start_actor()\n"
-        )
         environment = {**os.environ, "RAY_TMPDIR": folder, "PYTHONPATH": str(Path.cwd())}
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_fork_server_outlives_a_ray_that_was_started_after_it(tmp_path):
-    (tmp_path / "forks.py").write_text(
-        "import multiprocessing, os\n"
-        "from tests.tasks.workers.test_cluster import LOCAL, Cluster\n"  # imports Ray, which adds to `sys.path`
-        "forks = multiprocessing.get_context('forkserver')\n"
-        "def fork():\n"
-        "    child = forks.Process(target=os.getpid)\n    child.start()\n    child.join(60)\n"
-        "    assert child.exitcode == 0\n"
-        "fork()\n"
-        "with Cluster(LOCAL) as cluster:\n    cluster.start()\n"
-        "fork()\n"
-    )
-    code = f"import runpy; runpy.run_path({str(tmp_path / 'forks.py')!r})"
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(Path.cwd())})
 
 
 class Looking(Cluster):
