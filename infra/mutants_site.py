@@ -78,6 +78,14 @@ SITE = (
         _OUTBOX,
     ),
     Mutant(
+        "outbox-without-context",
+        "Prefect starts a second server for what an iteration logs at its end",
+        "storage/write_behind.py",
+        "contextvars.copy_context().run",
+        "contextvars.Context().run",
+        _OUTBOX,
+    ),
+    Mutant(
         "doctor-clock-of-the-store",
         "a store's clock that differs is not noticed",
         "storage/backends/root.py",
