@@ -15,7 +15,7 @@ from tests.integration.command import TINY
 
 PAGE = PROJECT_ROOT / "docs" / "tutorial.md"
 _BLOCK = re.compile(r"^```(\w+) ?(\S*)\n(.*?)^```$", re.M | re.S)
-SHORTER = {"iterations = 30": "iterations = 5", "first@30": "first@5", "--iterations 32": "--iterations 6"}
+SHORTER = {"iterations = 30": "iterations = 10", "first@30": "first@10", "--iterations 32": "--iterations 12"}
 _NUMBER = re.compile(r"\d+(?:\\\.\d+)?")
 _FIGURES = re.compile(r" \\\| .*")
 
@@ -37,7 +37,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def shorter(text: str) -> str:
-    """The run of the page with a sixth of its iterations."""
+    """The run of the page with a third of its iterations."""
     for old, new in SHORTER.items():
         text = text.replace(old, new)
     return text

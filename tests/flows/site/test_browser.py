@@ -58,7 +58,7 @@ def test_a_person_reads_what_failed_repairs_it_and_presses_retry(
     assert find(store, "a", 2, Stage.ROLLOUT) is None
     text = text_of(client, flow_run)
     assert [words for words in ("iteration 1/1", *kind.words) if words not in text] == [], text
-    page.reload()
+    page.go_back()
     page.get_by_text("Completed").first.wait_for(timeout=DEADLINE_S * 1000)
     photograph(page, pictures / "reward-3-green.png")
 

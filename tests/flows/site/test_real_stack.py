@@ -107,7 +107,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
         assert need(store, "tiny", 0, Stage.TRAIN).attempt == 0
         assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 2
 
-        page.reload()
+        page.go_back()
         page.get_by_role("button", name="Cancel").first.click()
         page.get_by_role("dialog").get_by_role("button", name="Confirm").wait_for()
         photograph(page, pictures / "cancel-1-dialog.png")
