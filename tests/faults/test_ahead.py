@@ -36,11 +36,17 @@ CELLS = [
     *(("in-flight", Fault(Stage.TRAIN, 3, Point.UPLOAD, victim)) for victim in (FLOW, *WORKERS)),
 ]
 QUICK = {
-    *(str(fault) for updates, fault in CELLS if (updates, fault.victim) == ("between", FLOW)),
-    *(f"train@1:{point}:{victim}" for point, victim in (("started", "engine-0"), ("upload", "trainer-0"))),
-    *(f"rollout@2:{point}:{victim}" for point, victim in (("mid-part", "engine-0"), ("mid-part", "trainer-1"))),
-    *("rollout@4:mid-response:flow", "rollout@4:mid-part:engine-0", "train@3:upload:flow"),
+    *("train@1:started:engine-0", "train@1:upload:flow", "rollout@2:mid-part:flow", "rollout@2:parts-done:flow"),
+    *("rollout@2:mid-part:trainer-1", "rollout@4:mid-response:flow", "train@3:upload:flow"),
 }
+DAILY = {
+    *(str(fault) for updates, fault in CELLS if (updates, fault.victim) == ("between", FLOW)),
+    *("train@1:upload:trainer-0", "rollout@2:mid-part:engine-0", "rollout@4:mid-part:engine-0"),
+}
+
+
+def marks(name):
+    return [] if name in QUICK else [pytest.mark.slow if name in DAILY else pytest.mark.full]
 
 
 def beside(updates, fault):
@@ -70,7 +76,7 @@ def undisturbed(whole):
 
 @pytest.mark.parametrize(
     ("updates", "fault"),
-    [pytest.param(*one, id=f"{one[1]}", marks=[] if str(one[1]) in QUICK else [pytest.mark.full]) for one in CELLS],
+    [pytest.param(*one, id=f"{one[1]}", marks=marks(str(one[1]))) for one in CELLS],
 )
 def test_killed_while_both_run_it_ends_as_if_undisturbed(launcher, tmp_path, whole, updates, fault):
     run, settings, expected = SmallRun(launcher, tmp_path / "run"), SETTINGS[updates], whole(updates)

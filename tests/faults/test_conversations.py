@@ -50,7 +50,7 @@ def test_kills_of_the_driver_within_turns_change_nothing_in_the_end(launcher, tm
     assert check_equal(run, undisturbed) == ["exit"] * 2  # of the calls that were open
 
 
-@pytest.mark.parametrize("victim", ["environment-0", "engine-0"])
+@pytest.mark.parametrize("victim", ["environment-0", pytest.param("engine-0", marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_within_a_turn_is_replaced(launcher, tmp_path, undisturbed, victim):
     run = SmallRun(launcher, tmp_path / "run")
     attempt = run.attempt(within(victim), settings=SETTINGS, replaces=True)

@@ -99,8 +99,15 @@ def test_a_third_of_the_states_and_the_last_are_stored(whole, expected):
     assert verify(whole, RUN).sound
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize(("stage", "iteration"), [(Stage.WEIGHT_SYNC, 4), (Stage.ROLLOUT, 6)])
+@pytest.mark.parametrize(
+    ("stage", "iteration", "ahead"),
+    [
+        (Stage.WEIGHT_SYNC, 4, 0),
+        (Stage.ROLLOUT, 6, 1),
+        pytest.param(Stage.WEIGHT_SYNC, 4, 1, marks=pytest.mark.slow),
+        pytest.param(Stage.ROLLOUT, 6, 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_makes_the_states_again(root, tmp_path, each, stage, iteration, ahead):
     settings = (THIRD, f"rollout.ahead={ahead}")
     with pytest.raises(Killed):

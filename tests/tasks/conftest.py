@@ -12,21 +12,25 @@ from tests.tasks.engine_process import CONTEXT, engine_process
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory):
-    """Engines by family and `tied`: each started from the model `old`, and a model `new` of the same shape."""
+    """Engines by family and `tied`, each started when it is first asked for from the model `old`, and a model `new` of
+    the same shape."""
     folder = tmp_path_factory.mktemp("models")
     with engine_process(tmp_path_factory) as process:
         reference = process.Reference()
-        served = {}
-        for family, tied in (("qwen3", False), ("qwen3", True), ("llama", True)):
-            models = {name: str(folder / f"{name}-{family}-{tied}") for name in ("old", "new")}
-            for seed, directory in enumerate(models.values()):
-                reference.make(directory, seed, tied, family)
-            spec = EngineSpec(model_dir=models["old"], max_model_len=CONTEXT, max_num_seqs=64, kv_cache_bytes=16 << 20)
-            engine = process.FaultyEngine(spec)
-            served[family, tied] = SimpleNamespace(
-                engine=engine, reference=reference, pid=process._process.pid, process=process, **models
-            )
-        yield served
+
+        class Started(dict):
+            def __missing__(self, kind):
+                family, tied = kind
+                models = {name: str(folder / f"{name}-{family}-{tied}") for name in ("old", "new")}
+                for seed, directory in enumerate(models.values()):
+                    reference.make(directory, seed, tied, family)
+                limits = {"max_model_len": CONTEXT, "max_num_seqs": 64, "kv_cache_bytes": 16 << 20}
+                engine = process.FaultyEngine(EngineSpec(model_dir=models["old"], **limits))
+                shared = {"reference": reference, "process": process, "pid": process._process.pid}
+                self[kind] = SimpleNamespace(engine=engine, **shared, **models)
+                return self[kind]
+
+        yield Started()
 
 
 @pytest.fixture(scope="session")

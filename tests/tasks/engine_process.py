@@ -1,6 +1,7 @@
 """A real vLLM engine in its own process, and the reference for comparisons: vLLM's global changes stay out of
 pytest."""
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -66,24 +67,31 @@ class Reference:
     def logits(self, directory: str, sequence: list[int]) -> np.ndarray:
         """Logits of the next token after each position but the last, (len(sequence) - 1, VOCABULARY)."""
         import torch
-        from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         with torch.no_grad():
-            return model(torch.tensor([sequence])).logits[0, :-1].numpy()
+            return _plain(directory)(torch.tensor([sequence])).logits[0, :-1].numpy()
 
     def routes(self, directory: str, sequence: list[int]) -> np.ndarray:
         """Experts of each token but the last, by layer that has some, ascending: (len(sequence) - 1, layers, k)."""
         import torch
-        from transformers import AutoModelForCausalLM
 
-        model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), []
-        for module in model.modules():
-            if type(module).__name__.lower().endswith("topkrouter"):
-                module.register_forward_hook(lambda _, __, output: found.append(output[-1]))
+        model, found = _plain(directory), []
+        routers = [one for one in model.modules() if type(one).__name__.lower().endswith("topkrouter")]
+        hooks = [one.register_forward_hook(lambda _, __, output: found.append(output[-1])) for one in routers]
         with torch.no_grad():
             model(torch.tensor([sequence[:-1]]))
+        for hook in hooks:
+            hook.remove()
         return torch.stack(found, 1).sort(-1).values.numpy()
+
+
+@functools.lru_cache(8)
+def _plain(directory: str) -> Any:
+    """The model of transformers in a directory, which nobody writes again."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 class FaultyEngine(Engine):

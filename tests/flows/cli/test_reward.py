@@ -72,6 +72,7 @@ def test_another_function_is_compared_with_what_is_stored(call):
     assert call("1", "--function", "own.py:half", "--set", "reward.max_failures=0.5")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_same_scores_from_another_function(call):
     code, document, _ = call("1", "--function", "own.py:same")
     assert (code, document["changed"]) == (0, 0)

@@ -69,6 +69,7 @@ def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root:
     assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 3 + 4
 
 
+@pytest.mark.slow
 def test_a_list_of_runs_reads_the_first_stage_and_the_last_iteration(make_run: MakeRun, root: Root, requests_of):
     for name in "abcd":
         make_run(name, 2)
@@ -109,6 +110,7 @@ def test_a_start_costs_few_requests_however_long_the_run_is(make_run: MakeRun, r
     assert asked == [3, 3]  # names, parts, and whether the newest state is stored
 
 
+@pytest.mark.slow
 def test_an_iteration_alone_is_as_in_the_history(make_run: MakeRun, root: Root):
     make_run("a", 3)
     assert [read_record(root, "a", iteration) for iteration in range(4)] == read_history(root, "a")

@@ -46,6 +46,7 @@ def test_each_number_has_three_digits_and_solutions_count_below_the_limit():
         assert len(said) <= MOST
 
 
+@pytest.mark.slow
 def test_the_files_are_a_run_that_could_start(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["counting", str(tmp_path), "--small"])
     main()

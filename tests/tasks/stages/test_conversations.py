@@ -167,7 +167,9 @@ def calls(root):
     return kinds.count("told"), kinds.count("called") - kinds.count("told") - kinds.count("failed")
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("Sums", 0), ("Replayed", 1), ("Loaded", 2)])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [pytest.param("Sums", 0, marks=pytest.mark.slow), ("Replayed", 1), ("Loaded", 2)]
+)
 def test_after_random_kills_tokens_and_rewards_are_those_of_an_undisturbed_run(tmp_path, undisturbed, kind, seed):
     draw, root = random.Random(seed), open_root(str(tmp_path / "root"))
     given = config(kind, {}, "environment.retries=9")

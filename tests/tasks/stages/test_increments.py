@@ -63,8 +63,16 @@ def test_tokens_that_two_processes_have_stored_count_once(tmp_path):
     assert [tokens for tokens, _ in texts(Growth(root, [key("a")]).begun(0, [NOTHING]))] == [[5, 7]]
 
 
-@pytest.mark.parametrize("after", [0, 1])
-@pytest.mark.parametrize("tokens", [(2, 3), (3, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "after"),
+    [
+        ((2, 3), 1),
+        ((3, 1), 0),
+        pytest.param((2, 3), 0, marks=pytest.mark.slow),
+        pytest.param((3, 1), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_setting_may_change_between_a_kill_in_a_response_and_the_restart(tmp_path, tokens, after):
     rows = []
     for name, killed in (("whole", False), ("killed", True)):

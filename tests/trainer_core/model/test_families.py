@@ -226,8 +226,16 @@ def test_micro_batches_of_the_walks_differ_in_width():
     assert len({len(flatten(samples, rows).tokens) for rows in rounds}) > 1
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(data=2), ParallelConfig(context=2, data=2)], ids=str)
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("family", "parallel"),
+    [
+        ("qwen3-moe", ParallelConfig(context=2, data=2)),
+        ("deepseek-v3", ParallelConfig(data=2)),
+        pytest.param("qwen3-moe", ParallelConfig(data=2), marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", ParallelConfig(context=2, data=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_rank_without_samples_does_not_spoil_the_auxiliary_loss(folders, family, parallel):
     given = configuration(parallel, micro_batch_size=1)
     given = given.model_copy(update={"experts": ExpertsConfig(auxiliary_loss=0.1)})

@@ -22,6 +22,8 @@ LAYOUTS = {
 # without moments and with a large eps the weights move by about lr * gradient / eps, so that they show the gradient
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
 TEMPERATURE = 0.7
+WITHIN = {"pp2", "tp2", "uneven"}  # two of these are parts of `tp2-pp2`, and families have uneven stages too
+ROWS = [pytest.param(name, marks=[pytest.mark.slow] if name in WITHIN else []) for name in LAYOUTS]
 
 
 def configuration(parallel, micro_batch_size=4, micro_batch_tokens=8192, **policy):
@@ -89,7 +91,7 @@ def test_logprobs_equal_those_of_transformers(walks, expected_logprobs, layout, 
 
 
 @pytest.mark.parametrize("tied", [True], ids=["tied"])  # the other kind: `test_families.py`, as exactly
-@pytest.mark.parametrize("layout", ["single", *LAYOUTS])
+@pytest.mark.parametrize("layout", ["single", *ROWS])
 def test_export_after_import_is_bitwise_the_model(walks, model_dirs, layout, tied):
     exported, original = walks(LAYOUTS.get(layout, SINGLE), tied)["imported"], read_export(model_dirs[tied])
     assert exported.keys() == original.keys()
@@ -99,7 +101,7 @@ def test_export_after_import_is_bitwise_the_model(walks, model_dirs, layout, tie
 
 
 @pytest.mark.parametrize("tied", [True], ids=["tied"])  # the other kind: `test_families.py`, as exactly
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ROWS)
 def test_the_gradient_does_not_depend_on_the_layout(walks, layout, tied):
     reference, other = walks(SINGLE, tied), walks(LAYOUTS[layout], tied)
     assert largest_difference(reference["stepped"], reference["imported"]) > 1e-2
@@ -139,7 +141,7 @@ def test_a_normalised_loss_is_the_same_however_it_is_divided(walks, aggregation)
     assert largest_difference(walks(SINGLE)["stepped"], reference["stepped"]) > 1e-4
 
 
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "cp2"])
+@pytest.mark.parametrize("layout", [pytest.param("pp2", marks=pytest.mark.slow), "dp2", "cp2"])
 def test_sequence_means_do_not_depend_on_the_layout(walks, layout):
     settings = {"loss_aggregation": "sequence", "micro_batch_size": 3, "entropy_coefficient": 0.1}
     reference, other = walks(SINGLE, **settings), walks(LAYOUTS[layout], **settings)

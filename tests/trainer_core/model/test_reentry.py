@@ -93,7 +93,7 @@ def plainly(model_dir):
 @pytest.mark.parametrize(
     ("layout", "seed", "overlap"),
     [
-        ("dp2", 1, "gradients"),
+        pytest.param("dp2", 1, "gradients", marks=pytest.mark.slow),
         ("dp2", 1, "both"),
         pytest.param("pp2-dp2", 3, "both", marks=pytest.mark.full),  # CI has it with virtual stages
         pytest.param("tp2-dp2", 4, "both", marks=pytest.mark.slow),
@@ -215,7 +215,7 @@ def step(trainer, folder):
     return metrics, after_forward[0]
 
 
-@pytest.mark.parametrize("recompute", ["attention", "layers"])
+@pytest.mark.parametrize("recompute", [pytest.param("attention", marks=pytest.mark.slow), "layers"])
 def test_recomputing_activations_changes_no_bit_and_keeps_fewer(model_dir, tmp_path, recompute):
     plain, other = (
         run_trainers(model_dir, settings, step, str(tmp_path / name))[0]

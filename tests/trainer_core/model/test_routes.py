@@ -107,9 +107,9 @@ def test_the_model_computes_with_the_given_experts(folders, steps, family):
 
 FOUR_RANKS = pytest.mark.full
 CASES = [
-    ("qwen3-moe", SINGLE, "layers"),
+    pytest.param("qwen3-moe", SINGLE, "layers", marks=pytest.mark.slow),
     ("qwen3-moe", "pp2", "layers"),
-    ("deepseek-v3", "tp2-sp", "none"),
+    pytest.param("deepseek-v3", "tp2-sp", "none", marks=pytest.mark.slow),
     ("deepseek-v3", "cp2-ep2", "none"),
     *(
         pytest.param(family, layout, recompute, marks=FOUR_RANKS)

@@ -27,7 +27,7 @@ LAYOUTS = {
     "tp2-sp-pp2": ParallelConfig(tensor=2, pipeline=2, sequence=True),
     "cp2-dp2": ParallelConfig(context=2, data=2),
 }
-MARKS = {"single": (), "tp2-sp": (), "pp2-vpp2": pytest.mark.slow, "cp2-dp2": pytest.mark.slow}
+MARKS = {"single": (), "tp2-sp": pytest.mark.slow, "pp2-vpp2": pytest.mark.slow, "cp2-dp2": pytest.mark.slow}
 PARAMETERS = [pytest.param(name, marks=MARKS.get(name, pytest.mark.full)) for name in LAYOUTS]
 NAMES = ("value_loss", "value_grad_norm", "value_clip_fraction", "explained_variance", "value_mean", "return_mean")
 

@@ -52,10 +52,10 @@ LAYOUTS = {
     "tp2-sp-ep2-etp1": {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 1},
 }
 QUICK = [
-    ("deepseek-v3", "pp2-dp2-ep2", SOME),
     ("deepseek-v3", "pp2", ALL),
 ]
 SLOW = [
+    ("deepseek-v3", "pp2-dp2-ep2", SOME),
     ("deepseek-v3", "pp2-dp2-ep2", ALL),
     ("qwen3-moe", "tp2-sp-ep2-etp1", ALL),
     ("qwen3-moe", "ep2", ALL),

@@ -66,6 +66,7 @@ def trained_on(directory, batch, precision, prompts=PROMPTS):
     return samples, np.concatenate(routes_of(batch, prompts)), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trainer_uses_the_experts_of_the_engine(experts, family):
     batch = experts[family].engine.generate(PROMPTS, SEEDS, SAMPLING)

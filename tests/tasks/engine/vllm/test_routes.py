@@ -76,6 +76,7 @@ def test_nothing_is_kept_of_what_nobody_asks_for(served):
     assert served.engine.kept_routes() == 1  # the last one: the worker is told of its end with the next step
 
 
+@pytest.mark.slow
 def test_workers_that_share_a_layer_choose_alike(split, tmp_path):
     serve(split, tmp_path / "update", "old", 0, receivers=2)
     assert_routes(split, split.engine.generate(PROMPTS, SEEDS, SAMPLING))

@@ -92,7 +92,14 @@ def test_a_response_is_whole_after_its_cache_was_taken(engine):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in-turn", "ahead"])
-@pytest.mark.parametrize(("blocks", "together"), [(400, 40), (60, 12), (30, 8)], ids=["roomy", "full", "scarce"])
+@pytest.mark.parametrize(
+    ("blocks", "together"),
+    [
+        pytest.param(400, 40, id="roomy", marks=pytest.mark.slow),
+        pytest.param(60, 12, id="full", marks=pytest.mark.slow),
+        pytest.param(30, 8, id="scarce"),
+    ],
+)
 def test_requests_that_come_and_go_get_the_tokens_of_their_own_seeds(engines, ahead, blocks, together):
     served = engines["qwen3", False]
     for seed in range(4):
