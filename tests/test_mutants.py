@@ -1,10 +1,15 @@
 """The known faults fit the code: each can be applied, and has tests that could notice it."""
 
 import functools
+import re
 from collections import Counter
 
 from infra.mutants import MUTANTS, PROJECT
 from infra.mutants_known import Mutant
+
+LEFT_TO_CI = 47
+"""Faults whose tests are all slow, so that CI alone can notice them. This number may only fall."""
+SLOW = re.compile(r"^(@|pytestmark = )pytest\.mark\.(slow|full)$", re.MULTILINE)
 
 
 @functools.cache
@@ -29,3 +34,18 @@ def test_each_known_fault_fits_the_code():
 
 def test_no_two_faults_have_the_same_name():
     assert max(Counter(mutant.name for mutant in MUTANTS).values()) == 1
+
+
+def is_quick(place: str) -> bool:
+    """True if `make test-fast` runs that test, or one of that file or folder."""
+    path, _, name = place.partition("::")
+    files = [path] if path.endswith(".py") else [str(one) for one in (PROJECT / path).rglob("test_*.py")]
+    wanted = re.compile(rf"^def {name.partition('[')[0]}\(" if name else r"^def test_", re.MULTILINE)
+    blocks = [text_of(file).split("\n\n\n") for file in files]
+    return any(
+        wanted.search(one) and not SLOW.search(some[0]) and not SLOW.search(one) for some in blocks for one in some
+    )
+
+
+def test_quick_tests_could_notice_all_faults_but_those_that_are_left_to_ci():
+    assert sum(not any(map(is_quick, mutant.tests)) for mutant in MUTANTS) <= LEFT_TO_CI
