@@ -15,6 +15,7 @@ from trainer_core.batches.sequences import Samples
 from trainer_core.config import OptimizerConfig, ParallelConfig, PolicyConfig, TrainerConfig
 
 SINGLE, PAIR = ParallelConfig(), ParallelConfig(pipeline=2)
+LAYOUTS = [pytest.param(SINGLE, id="single"), pytest.param(PAIR, id="pp2", marks=pytest.mark.slow)]
 
 
 def configuration(parallel=SINGLE, learning_rate=1e-3, **policy):
@@ -232,7 +233,7 @@ def compare_with_reference(trainer, folder, compare):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [SINGLE, PAIR], ids=["single", "pp2"])
+@pytest.mark.parametrize("parallel", LAYOUTS)
 def test_the_reference_is_compared_with_and_leaves_no_trace(model_dir, tmp_path, parallel):
     settings = configuration(parallel)
     compared = run_trainers(model_dir, settings, compare_with_reference, str(tmp_path / "a"), True)
@@ -320,7 +321,7 @@ def survive_bad_rewards(trainer, folder):
     return str(caught.value), trainer.train_policy(random_samples(), 1.0)
 
 
-@pytest.mark.parametrize("parallel", [SINGLE, PAIR], ids=["single", "pp2"])
+@pytest.mark.parametrize("parallel", LAYOUTS)
 def test_a_loss_that_is_not_finite_is_not_applied(model_dir, tmp_path, parallel):
     untouched = run_trainers(model_dir, configuration(parallel), train, str(tmp_path / "clean"), random_samples())
     for rank, (message, metrics) in enumerate(
