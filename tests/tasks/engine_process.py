@@ -5,7 +5,7 @@ import functools
 import multiprocessing
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import spawn
 from multiprocessing.managers import BaseManager
 from pathlib import Path
@@ -77,11 +77,10 @@ class Reference:
 
         model, found = _plain(directory), []
         routers = [one for one in model.modules() if type(one).__name__.lower().endswith("topkrouter")]
-        hooks = [one.register_forward_hook(lambda _, __, output: found.append(output[-1])) for one in routers]
-        with torch.no_grad():
+        with torch.no_grad(), ExitStack() as hooks:
+            for one in routers:
+                hooks.enter_context(one.register_forward_hook(lambda _, __, output: found.append(output[-1])))
             model(torch.tensor([sequence[:-1]]))
-        for hook in hooks:
-            hook.remove()
         return torch.stack(found, 1).sort(-1).values.numpy()
 
 
@@ -366,14 +365,8 @@ class EngineProcess(BaseManager):
     """Serves engines and `Reference` to the tests over a local socket."""
 
 
-EngineProcess.register("Engine", Engine)
-EngineProcess.register("FaultyEngine", FaultyEngine)
-EngineProcess.register("InPlaceEngine", InPlaceEngine)
-EngineProcess.register("PlainEngine", PlainEngine)
-EngineProcess.register("Reference", Reference)
-EngineProcess.register("Copies", Copies)
-EngineProcess.register("Quantized", Quantized)
-EngineProcess.register("Schedulers", Schedulers)
+for kind in (Engine, FaultyEngine, InPlaceEngine, PlainEngine, Reference, Copies, Quantized, Schedulers):
+    EngineProcess.register(kind.__name__, kind)
 
 
 @contextmanager
