@@ -21,6 +21,7 @@ from storage.manifest import Fence
 from storage.ownership.lease import Lease, hold
 from storage.revisions import Rerun, Revisions, keep_copies, read_revisions
 from storage.upkeep.catalog import names, require_run
+from storage.upkeep.holes import check_whole
 from storage.upkeep.redoing import Wanted, ask, choose, unfinished
 from storage.upkeep.retention import Retention, catch_up, give_up
 from tasks.checks import check_kept, prepared_stage
@@ -81,11 +82,12 @@ class Drive:
     @contextmanager
     def _driven(self) -> Iterator[RunContext]:
         """The context of the head, under the run's lease. A result that another process published meanwhile counts."""
-        root, name = self.root, self.name
+        root, name, config = self.root, self.name, self.config
         try:
             with hold(root, name, self.owner) if self.held is None else nullcontext(self.held) as lease:
                 keep_copies(root, name)
-                names(root, name)  # refuses to go on where the record of a rerun is lost
+                # refuses to go on where the record of a rerun is lost
+                check_whole(root, workflow_of(config), name, names(root, name), config.rollout.ahead)
                 digest = self._recorded(lease) if self.held is None else read_config(root, name).digest
                 with self.opener(lease, digest) as context:
                     yield on_head(persistent(context, self.progress.say))
@@ -249,7 +251,9 @@ def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
 
 
 def tidy_complete(root: Root, name: str, config: RunConfig, owner: str, held: Lease | None = None) -> None:
-    """Delete train states that a complete run no longer keeps: its process may have been killed before it did so."""
+    """Delete train states that a complete run no longer keeps: its process may have been killed before it did so.
+    Raises WrongRecord if a stage is lost, so that it is not complete."""
+    check_whole(root, workflow_of(config), name, names(root, name), config.rollout.ahead)
     if config.newest_states is None:
         return
     try:

@@ -33,6 +33,12 @@ class Workflow:
     """Stages of the same iteration that are made from a stage, directly or not. Others cannot be done again."""
     decides_state: Callable[[str], bool] = lambda _: True
     """Tells of a setting, `section.key`, whether it decides a train state that is made from given samples."""
+    preparation: tuple[str, ...] = ()  # stages of iteration 0, in the order of work
+    iteration: tuple[str, ...] = ()  # those of every other iteration
+    optional: tuple[str, ...] = ()  # those of them that make scores, which some runs do without
+
+    def stages_of(self, iteration: int) -> tuple[str, ...]:
+        return self.iteration if iteration else self.preparation
 
     def leads_on(self, stage: str) -> bool:
         """True if the next iteration is made from a stage."""

@@ -18,15 +18,12 @@ from storage.revisions import Revisions, read_revisions
 from storage.upkeep.catalog import names
 from tasks.config.evaluation import PASS
 from tasks.config.run import RunConfig
-from tasks.stages.names import RETRAINING, WORKFLOW, Stage
+from tasks.stages.names import ITERATION, PREPARATION, RETRAINING, WORKFLOW, Stage
 from tasks.stages.views import Selected
 
 Metrics = Mapping[str, Mapping[str, float | None]]
 
 _WHOLE = 1.0
-PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
-ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
-"""Stages of iteration 0, in their order, and of every other; the `train` of iteration 0 is the supervised warm-up."""
 PLOT = "curves.png"
 _SELECTING = (Stage.SELECT, Stage.RESCORE)  # of a run on stored samples only
 _UNSCORED = ("errors", "timeouts", "non_finite")
@@ -109,12 +106,10 @@ def stages_of(iteration: int) -> tuple[Stage, ...]:
 
 
 def wanted_stages(config: RunConfig, iteration: int) -> tuple[Stage, ...]:
-    if config.retrain is None:
-        rewarded = config.train.policy.needs_rewards
-        return tuple(stage for stage in stages_of(iteration) if rewarded or stage != Stage.REWARD)
-    if iteration:
-        return (Stage.TRAIN,)
-    return (Stage.PREPARE, Stage.TRAIN, Stage.SELECT, *([Stage.RESCORE] if config.retrain.rescore else []))
+    unscored = () if config.train.policy.needs_rewards else (Stage.REWARD,)
+    again = config.retrain is not None and config.retrain.rescore
+    without = unscored if again else (*unscored, Stage.RESCORE)
+    return tuple(Stage(stage) for stage in workflow_of(config).stages_of(iteration) if stage not in without)
 
 
 def workflow_of(config: RunConfig) -> Workflow:

@@ -22,6 +22,7 @@ from flows.views.history import (
     run_troubles,
     seconds_per_iteration,
     wanted_stages,
+    workflow_of,
 )
 from flows.views.table import EVALUATED_BY
 from storage import layout
@@ -30,6 +31,8 @@ from storage.ids import check_run_name
 from storage.manifest import Manifest, find
 from storage.parallel import each
 from storage.revisions import Revisions, read_revisions
+from storage.upkeep.catalog import names
+from storage.upkeep.holes import hole
 from storage.upkeep.redoing import unfinished
 from tasks.config.evaluation import EXACT, PASS, SCORED_BY
 from tasks.config.run import RunConfig
@@ -108,16 +111,16 @@ class RunStatus(BaseModel, frozen=True, extra="forbid"):
     root: str
     iterations: int  # RL iterations that are complete
     asked: int  # RL iterations that the run was started with, or that it has, if a continuation has asked for more
-    complete: bool  # True if all requested iterations are done
+    complete: bool  # True if all requested iterations are done, and no stage is lost
     revision: int = 0  # the head: the revision that all of this is about. It rises when a finished stage is done again.
     redoing: str | None = None  # the finished stage that is being done again, if that is not finished
-    current: int | None  # the first iteration that is not complete; None if all are
+    current: int | None  # the iteration that it continues with; None if all are complete, or a stage is lost
     stages: tuple[StageStatus, ...]
     changes: Changes
     """Mean reward, held-out mean reward and held-out pass rate, from the first value to the last that compare."""
     seconds_per_iteration: float | None  # median duration of the iterations in `history` after the second
     warnings: tuple[str, ...]
-    """Signs in `history` that the run may not learn, and figures that are not compared; a line each."""
+    """A lost stage, signs in `history` that the run may not learn, and figures that are not compared; a line each."""
     report: str | None  # URL of the plot, once there is one
     history: tuple[IterationRecord, ...]  # the iterations that have begun: all, or of a long run the newest
 
@@ -130,21 +133,22 @@ def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
     begun = unfinished(root, run, revisions)
     # a continued run may have more iterations than it was started with
     found = read_newest(root, run, config, revisions, whole)
+    lost = hole(root, workflow_of(config), run, names(root, run, revisions=revisions), config.rollout.ahead)
     troubles = [(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]
-    going_on, key = found.first <= found.last, layout.report_key(run, PLOT)
+    going_on, key = found.first <= found.last and lost is None, layout.report_key(run, PLOT)
     return RunStatus(
         run=run,
         root=root.url,
-        iterations=max(found.first - 1, 0),
+        iterations=max((found.first if lost is None else lost[0]) - 1, 0),
         asked=max(found.first - 1, last_iteration(root, run, config)),
-        complete=not going_on,
+        complete=not going_on and lost is None,
         revision=revisions.head,
         redoing=None if begun is None else f"{begun}, as revision {begun.revision} ({begun.reason})",
         current=found.first if going_on else None,
         stages=_stages(found.records, found.first, found.last, config) if going_on else (),
         changes=found.changes,
         seconds_per_iteration=seconds_per_iteration(found.records),
-        warnings=(*run_troubles(troubles), *apart_lines(found.changes)),
+        warnings=(*(lost or ())[1:], *run_troubles(troubles), *apart_lines(found.changes)),
         report=f"{root.url}/{key}" if root.exists(key) else None,
         history=found.records,
     )

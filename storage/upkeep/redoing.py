@@ -15,6 +15,7 @@ from storage.ids import Workflow
 from storage.manifest import Fence, find
 from storage.revisions import Choice, Rerun, Revisions, read_revisions, record_choice, record_rerun
 from storage.upkeep.catalog import Names, check_asked, names, stored_states
+from storage.upkeep.holes import check_whole
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Wanted:
 def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) -> Rerun:
     """Record that a finished stage is to be done again, or find the record if it was asked before and is not finished.
     Raises InputError if the stage is not finished, is the start of the run, or needs a state that is not kept; or
-    another rerun is not finished; LeaseLost from the fence (nothing was recorded)."""
+    another rerun is not finished; WrongRecord if a stage of the run is lost; LeaseLost from the fence (nothing was
+    recorded)."""
     revisions = read_revisions(root, run)
     before = revisions.requested(wanted.request) if wanted.request is not None else None
     if before is not None:
@@ -53,6 +55,7 @@ def ask(root: Root, workflow: Workflow, run: str, wanted: Wanted, fence: Fence) 
         )
     recorded = names(root, run, revisions=revisions)
     check_asked(root, run, recorded)
+    check_whole(root, workflow, run, recorded, wanted.ahead)
     _check_wanted(workflow, run, wanted, recorded)
     _check_made_again(root, workflow, run, wanted, recorded)
     rerun = _rerun(workflow, wanted, recorded)

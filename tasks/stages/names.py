@@ -21,7 +21,10 @@ class Stage(StrEnum):
     RESCORE = "rescore"  # iteration 0 of such a run, if asked for: new scores of the selected samples
 
 
-LOOP = (Stage.PREPARE, Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+PREPARATION = (Stage.PREPARE, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+ITERATION = (Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, Stage.WEIGHT_SYNC, Stage.EVALUATE)
+"""Stages of iteration 0, in their order, and of every other; the `train` of iteration 0 is the supervised warm-up."""
+LOOP = (Stage.PREPARE, *ITERATION)
 """The stages of a run that samples for itself."""
 
 WORKFLOW = Workflow(
@@ -33,7 +36,15 @@ WORKFLOW = Workflow(
     selects=Stage.SELECT,
     behind={Stage.PREPARE: LOOP[3:], **{stage: LOOP[after:] for after, stage in enumerate(LOOP[1:], 2)}},
     decides_state=partial(touches, stage=Stage.TRAIN),
+    preparation=PREPARATION,
+    iteration=ITERATION,
+    optional=(Stage.REWARD, Stage.RESCORE),
 )  # roles of the stages in storage
 
-RETRAINING = replace(WORKFLOW, ends_iteration=Stage.TRAIN)
+RETRAINING = replace(
+    WORKFLOW,
+    ends_iteration=Stage.TRAIN,
+    preparation=(Stage.PREPARE, Stage.TRAIN, Stage.SELECT, Stage.RESCORE),
+    iteration=(Stage.TRAIN,),
+)
 """The same for a run that trains on stored samples: no engine serves its weights."""

@@ -65,8 +65,8 @@ def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root:
     assert len(asked) == len(manifests) + 3  # the names of all records, of revisions, and of their copies
     for key in manifests:
         assert sum(key in request for request in asked) == 1
-    # the configuration, revisions, which iterations there are, and whether there is a plot
-    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 3 + 4
+    # the configuration, revisions, which iterations there are, all names again, and whether there is a plot
+    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 3 + 5
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from storage.upkeep.retention import Retention, collect
 from storage.upkeep.verify import verify
 from tasks.stages.names import WORKFLOW, Stage
 from tests.storage.flaky import flaky_root
+from tests.storage.harm import changed
 from tests.storage.runs import DOCUMENT, age, make_iteration, make_run
 from tests.storage.stepping import SharedStore, Stepper
 from tests.storage.tables import manifest
@@ -130,7 +131,7 @@ def test_a_name_that_was_begun_otherwise_is_refused(root):
 
 def test_a_broken_chain_is_not_shared(root):
     make_run(root, "parent")
-    root.remove(layout.manifest_key("parent", 1, Stage.REWARD, 0))
+    changed(layout.manifest_key("parent", 1, Stage.REWARD, 0), facts={"made": "elsewhere"})(root)
     with pytest.raises(StorageError, match="made from a reward"):
         fork(root, WORKFLOW, "parent", 2, "child", "c1", DOCUMENT)
 
