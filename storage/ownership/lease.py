@@ -17,10 +17,10 @@ from typing import Literal, Self
 
 from storage import layout, meter
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError, LeaseHeld, LeaseLost, SchemaMismatch, StorageError
+from storage.errors import DigestMismatch, InputError, LeaseHeld, LeaseLost, SchemaMismatch, StorageError, StorageUnavailable
 from storage.ownership import log
 from storage.ownership.log import Entry, newest
-from storage.ownership.process import SYSTEM, Clock, Life, Owner, life, this_process
+from storage.ownership.process import SYSTEM, Clock, Life, Owner, is_stopped, life, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +224,8 @@ def hold(root: Root, run: str, owner: str, seconds: float = LEASE_SECONDS) -> It
 
 
 def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Clock = SYSTEM) -> tuple[bool, str]:
-    """End the lease of a dead holder, or of any with `force`. Returns whether the run is free, and who held it."""
+    """End the lease of a dead holder, or of any with `force`. Returns whether the run is free, and who held it. Raises
+    StorageUnavailable if the store has no room for the entry, even without the older ones."""
     try:
         last = newest(root, run)
     except (DigestMismatch, SchemaMismatch) as error:
@@ -242,7 +243,11 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
         last = last.model_copy(update={"number": last.number + 1, "choices": found})
     now = clock.wall()
     entry = last.model_copy(update={"kind": "released", "owner": owner, "written": now, "expires": now})
-    winner = log.append(root, run, entry)
+    try:
+        winner = log.append(root, run, entry)
+    except StorageUnavailable:  # a full disk: entries that others followed make room, if there are any
+        log.prune(root, run, entry.number, kept=1)
+        winner = log.append(root, run, entry)
     return (True, explanation) if winner == entry else (False, explain(run, winner, clock))
 
 
@@ -284,7 +289,8 @@ def explain(run: str, entry: Entry, clock: Clock = SYSTEM) -> str:
     if life(entry.owner) is Life.DEAD:
         return f"run {run} was driven by {entry.owner}, which is gone: the run can be taken over at once"
     if _is_at_work(entry, clock):
-        return f"run {run} is driven by {entry.owner}, which is running. Wait for it or stop it"
+        state = f"stopped (`kill -CONT {entry.owner.process}` continues it)" if is_stopped(entry.owner) else "alive"
+        return f"run {run} is driven by {entry.owner}, which is {state} and was {heard}. Wait for it or end it"
     return (
         f"run {run} is driven by {entry.owner}, {heard}. Another process takes the run over after it has waited "
         f"{entry.seconds:.0f} s without hearing from the holder; if you know that it is dead, "

@@ -68,6 +68,11 @@ def life(owner: Owner) -> Life:
     return Life.ALIVE if None in (seen, owner.birth) or seen == owner.birth else Life.DEAD
 
 
+def is_stopped(owner: Owner) -> bool:
+    """True if a living process of this machine does nothing until it is continued: SIGSTOP, Ctrl-Z or a debugger."""
+    return _stat(owner.process)[:1] in (["T"], ["t"])
+
+
 def _place() -> str | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -78,8 +83,14 @@ def _place() -> str | None:
 
 def _birth(process: int) -> str | None:
     """Start time of a process; empty for a zombie, None if the process is not visible."""
-    try:
-        state, *fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    if not (fields := _stat(process)):
         return None
-    return "" if state in "ZX" else fields[_START_TIME - 1]
+    return "" if fields[0] in "ZX" else fields[_START_TIME]
+
+
+def _stat(process: int) -> list[str]:
+    """State of a process and the fields that follow it; none if the process is not visible."""
+    try:
+        return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

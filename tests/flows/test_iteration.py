@@ -128,7 +128,7 @@ def test_a_result_that_nobody_may_publish_is_refused(root: Root, tmp_path: Path)
 
 
 def test_a_run_that_is_driven_is_refused_before_anything_starts(root: Root):
-    with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is running"):
+    with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is alive"):
         check_free(root, "a")
     check_free(root, "a")
 

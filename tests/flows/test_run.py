@@ -62,7 +62,7 @@ def test_an_input_error_makes_no_folder(tmp_path: Path):
 
 def test_a_run_that_is_driven_is_refused_before_anything_starts(tmp_path: Path):
     root = ready("a", str(tmp_path / "runs"), small_config())
-    with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is running"):
+    with hold(root, "a", "ratchet run"), pytest.raises(LeaseHeld, match="which is alive"):
         ready("a", root.url, small_config())
 
 

@@ -80,7 +80,7 @@ def test_rm_asks_and_removes(make_run: MakeRun, root: Root, monkeypatch, capfd):
 
 def test_rm_leaves_a_run_that_is_driven(driving, root: Root, capfd):
     assert execute(["rm", "a", "--root", root.url, "--yes"]) == 2
-    assert "which is running. Wait for it or stop it" in capfd.readouterr().err
+    assert "Wait for it or end it" in capfd.readouterr().err
     assert verify(root, "a").sound
 
 

@@ -40,7 +40,7 @@ def start_holder(url, seconds):
 def test_a_process_of_this_machine_that_is_gone_is_replaced_at_once(root, ending):
     process = start_holder(root.url, 3600)
     with (
-        pytest.raises(LeaseHeld, match=rf"worker \(host .*, process {process.pid}\), which is running"),
+        pytest.raises(LeaseHeld, match=rf"worker \(host .*, process {process.pid}\), which is alive"),
         hold(root, "run", "second"),
     ):
         pass
@@ -49,6 +49,19 @@ def test_a_process_of_this_machine_that_is_gone_is_replaced_at_once(root, ending
     with hold(root, "run", "second") as lease:
         lease.check()
         assert "second" in explain("run", holder(root, "run"))
+
+
+def test_a_holder_that_is_stopped_is_not_called_running(root):
+    process = start_holder(root.url, 3600)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+    with pytest.raises(LeaseHeld, match=rf"is stopped \(`kill -CONT {process.pid}` continues it\) and was last heard"):
+        check_free(root, "run")
+    process.send_signal(signal.SIGCONT)
+    os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+    with pytest.raises(LeaseHeld, match=r"is alive and was last heard from at \d{4}-.* UTC\. Wait for it or end it"):
+        check_free(root, "run")
+    process.communicate("")
 
 
 def take_from_stopped(root):
@@ -210,7 +223,7 @@ def test_a_store_that_is_away_at_the_end_does_not_keep_the_block(s3, s3_root, ca
 
 
 def test_a_process_at_work_on_this_machine_is_not_waited_for(root):
-    with hold(root, "run", "ratchet run", 3600), pytest.raises(LeaseHeld, match="which is running"):
+    with hold(root, "run", "ratchet run", 3600), pytest.raises(LeaseHeld, match="which is alive"):
         check_free(root, "run")
 
 

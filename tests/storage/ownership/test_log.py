@@ -1,13 +1,30 @@
 """The log of a lease stays short, and no number in it counts twice."""
 
+import errno
+
 import pytest
 
 from storage import layout
-from storage.errors import DigestMismatch, LeaseLost
+from storage.backends.local import LocalFiles
+from storage.backends.root import Root
+from storage.errors import DigestMismatch, LeaseLost, StorageUnavailable
 from storage.ownership import log
+from storage.ownership.lease import acquire, unlock
 from storage.ownership.log import newest
+from tests.storage.clocks import elsewhere
 
 KEPT = 3
+
+
+class Full(LocalFiles):
+    """A disk with room for so many objects."""
+
+    room = 1000
+
+    def put_if_absent(self, key: str, data: memoryview, durable: bool) -> bool:
+        if len([*self.stored("")]) >= self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().put_if_absent(key, data, durable)
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +88,21 @@ def test_a_damaged_entry_is_named(any_root):
     any_root.put_if_absent(layout.lease_key("run", 1), b"{")
     with pytest.raises(DigestMismatch, match=layout.lease_key("run", 1)):
         newest(any_root, "run")
+
+
+def test_a_full_disk_keeps_no_run_locked(root):
+    disk = Full(root.url)
+    full = Root(root.url, disk)
+    lease = acquire(full, "run", elsewhere("one"))
+    disk.room = 1
+    with pytest.raises(StorageUnavailable, match="free space and start the same command again"):
+        unlock(full, "run", elsewhere("me"), force=True)
+    lease.check()
+    disk.room = 1000
+    lease.renew()
+    disk.room = 2
+    assert unlock(full, "run", elsewhere("me"), force=True)[0]
+    assert newest(full, "run").kind == "released"
+    assert full.keys(layout.lease_folder("run")) == [layout.lease_key("run", number) for number in (2, 3)]
+    with pytest.raises(LeaseLost, match="ended by me"):
+        lease.check()
