@@ -5,6 +5,7 @@ from infra.mutants_known import Mutant
 _BESIDE = ("tests/storage/upkeep/test_beside.py",)
 _CHUNKS = ("tests/storage/upkeep/test_chunks.py",)
 _ALL = ("tests/flows/test_maintenance.py",)
+_HOLES = ("tests/flows/test_holes.py",)
 _COST = ("tests/flows/test_overhead.py",)
 _ENTRIES = ("tests/flows/site/test_entries.py",)
 
@@ -97,6 +98,46 @@ UPKEEP = (
         "    return ended_iterations(root, run, begun)\n",
         "    return begun - 1\n",
         _COST,
+    ),
+    Mutant(
+        "hole-goes-on",
+        "a run goes on although a stage in the middle of its past is lost",
+        "flows/driving.py",
+        "                check_whole(root, workflow_of(config), name, names(root, name), config.rollout.ahead)\n",
+        "                names(root, name)\n",
+        _HOLES,
+    ),
+    Mutant(
+        "hole-is-complete",
+        "a run that lacks a stage in the middle counts as complete",
+        "flows/views/status.py",
+        "complete=not going_on and lost is None",
+        "complete=not going_on",
+        _HOLES,
+    ),
+    Mutant(
+        "hole-repaired-from-a-state-that-is-not-stored",
+        "the repair of a hole begins with a state that was not stored",
+        "storage/upkeep/holes.py",
+        "kept.issuperset(needed) and all(load(root, newest[one, stage]).parts for one in needed)",
+        "kept.issuperset(needed)",
+        _HOLES,
+    ),
+    Mutant(
+        "unlock-on-a-full-disk",
+        "a full disk keeps a run locked",
+        "storage/ownership/lease.py",
+        "        log.prune(root, run, entry.number, kept=1)\n",
+        "",
+        ("tests/storage/ownership/test_log.py",),
+    ),
+    Mutant(
+        "stopped-is-alive",
+        "a holder that is stopped is told as at work",
+        "storage/ownership/process.py",
+        'in (["T"], ["t"])',
+        "in ([],)",
+        ("tests/storage/ownership/test_hold.py",),
     ),
     Mutant(
         "form-for-secrets",

@@ -1,7 +1,7 @@
 """The state of a run, from storage alone: imports no torch, Ray, vLLM or Prefect.
 
-Of a long run the newest iterations and the first comparable values are read: beyond a listing of the iterations (one
-request for a thousand of them) some forty requests for any run."""
+Of a long run the newest iterations and the first comparable values are read: beyond listings of the iterations and of
+all names (one request for a thousand of them) some forty requests for any run."""
 
 import bisect
 from collections.abc import Callable, Sequence

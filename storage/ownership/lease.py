@@ -17,7 +17,15 @@ from typing import Literal, Self
 
 from storage import layout, meter
 from storage.backends.root import Root
-from storage.errors import DigestMismatch, InputError, LeaseHeld, LeaseLost, SchemaMismatch, StorageError, StorageUnavailable
+from storage.errors import (
+    DigestMismatch,
+    InputError,
+    LeaseHeld,
+    LeaseLost,
+    SchemaMismatch,
+    StorageError,
+    StorageUnavailable,
+)
 from storage.ownership import log
 from storage.ownership.log import Entry, newest
 from storage.ownership.process import SYSTEM, Clock, Life, Owner, is_stopped, life, this_process

@@ -1,0 +1,63 @@
+"""Holes are found by names: nothing is read of a whole past, and nothing that is right is called one."""
+
+import pytest
+
+from storage import layout
+from storage.backends.root import Root
+from storage.errors import WrongRecord
+from storage.manifest import Manifest, commit, need
+from storage.upkeep.catalog import names
+from storage.upkeep.holes import check_whole, hole
+from tasks.stages.names import WORKFLOW, Stage
+from tests.storage.counting import counting
+from tests.storage.runs import make_run
+
+RUN, LAST = "run", 12
+
+
+def found(root: Root) -> tuple[int, str] | None:
+    return hole(root, WORKFLOW, RUN, names(root, RUN))
+
+
+def unscored(root: Root, iterations: range) -> None:
+    """Make iterations as if their training needs no rewards."""
+    for at in iterations:
+        one = need(root, RUN, at, Stage.TRAIN)
+        inputs = {role: digest for role, digest in one.inputs.items() if role != "reward"}
+        root.remove(one.key)
+        commit(root, Manifest.model_validate({**one.model_dump(), "inputs": inputs}))
+        root.remove(layout.manifest_key(RUN, at, Stage.REWARD, 0))
+
+
+def test_a_whole_past_is_not_read(root: Root):
+    make_run(root, RUN, LAST)
+    counted, recorded = counting(root), names(root, RUN)
+    assert hole(counted, WORKFLOW, RUN, recorded) is None
+    assert not counted.asked
+    unscored(root, range(1, LAST + 1))
+    recorded = names(root, RUN)
+    assert hole(counted, WORKFLOW, RUN, recorded) is None
+    assert {*counted.asked} == {f"read {layout.manifest_key(RUN, at, Stage.TRAIN, 0)}" for at in (1, LAST)}
+
+
+@pytest.mark.parametrize("lost", [1, 5, 6, LAST])
+@pytest.mark.parametrize("without", [range(0), range(2, 5), range(7, LAST)], ids=str)
+def test_lost_scores_are_told_from_those_that_were_not_needed(root: Root, without: range, lost: int):
+    """As in a fork with another objective: some of its iterations have no rewards."""
+    make_run(root, RUN, LAST)
+    unscored(root, without)
+    assert found(root) is None
+    root.remove(layout.manifest_key(RUN, lost, Stage.REWARD, 0))
+    assert (found(root) or ())[:1] == (lost,)
+    with pytest.raises(WrongRecord, match=rf"reward\.r0\.json is lost: .* made from reward of iteration {lost}\."):
+        check_whole(root, WORKFLOW, RUN, names(root, RUN))
+    check_whole(root, WORKFLOW, RUN, names(root, RUN), last=lost - 1)
+
+
+def test_what_another_process_commits_meanwhile_is_not_lost(root: Root):
+    make_run(root, RUN, 3)
+    key = layout.manifest_key(RUN, 2, Stage.WEIGHT_SYNC, 0)
+    before = names(root, RUN).only(lambda one: one != key)  # as a listing shows it that saw the folder of 2 first
+    assert hole(root, WORKFLOW, RUN, before) is None
+    root.remove(key)
+    assert (hole(root, WORKFLOW, RUN, before) or ())[:1] == (2,)
