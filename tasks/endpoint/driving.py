@@ -154,7 +154,7 @@ def driving(
 ) -> Iterator[Driver]:
     """The endpoint of a rollout, and what plays through it."""
     rules = Rules(section.model, sampling, limits.context, section.sampling)
-    endpoint = Endpoint(sampler, Renderer(codec), rules, reader)
+    endpoint = Endpoint(sampler, Renderer(codec, most=limits.context), rules, reader)
     with serving(endpoint) as url:
         yield Driver(host, sampler, endpoint, url, limits)
 

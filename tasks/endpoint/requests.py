@@ -1,6 +1,7 @@
 """Requests of the OpenAI form: their fields, the flaws for which one is refused, and what of them cannot be obeyed."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
@@ -17,6 +18,10 @@ REASONING = ("reasoning_content", "reasoning")
 _UNREADABLE = (UnicodeDecodeError, UnicodeEncodeError)
 _DEEPEST = 8  # parts of the place of a flaw that are told
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_VALUES = 1 << 14  # of JSON in a request, and in the arguments of the calls that it repeats
+_MESSAGES = 1 << 11
+_TOOLS, _TOOLS_BYTES = 128, 1 << 18
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 
 class Refused(Exception):
@@ -169,8 +174,8 @@ class CompletionRequest(_Request, frozen=True):
 class ChatRequest(_Request, frozen=True):
     """A request of `/v1/chat/completions`."""
 
-    messages: list[_Message] = Field(min_length=1)
-    tools: list[Annotated[dict[str, JsonValue], AfterValidator(_offered)]] | None = None
+    messages: list[_Message] = Field(min_length=1, max_length=_MESSAGES)
+    tools: list[Annotated[dict[str, JsonValue], AfterValidator(_offered)]] | None = Field(None, max_length=_TOOLS)
     tool_choice: JsonValue = "auto"
     parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -178,6 +183,21 @@ class ChatRequest(_Request, frozen=True):
     reasoning_effort: str | None = None
     logprobs: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _few_values(cls, messages: list[_Message]) -> list[_Message]:
+        calls = [call for one in messages for call in one.tool_calls or ()]
+        if (held := sum(_values_in(call.function.arguments.encode()) for call in calls)) > _VALUES:
+            raise _too_much("messages", f"arguments of calls have {held} values of JSON", _VALUES)
+        return messages
+
+    @field_validator("tools")
+    @classmethod
+    def _short(cls, tools: list[Any] | None) -> list[Any] | None:
+        if (size := len(json.dumps(tools))) > _TOOLS_BYTES:
+            raise _too_much("tools", f"tools have {size} bytes of JSON", _TOOLS_BYTES)
+        return tools
 
     @property
     def limit(self) -> int | None:
@@ -189,11 +209,14 @@ class ChatRequest(_Request, frozen=True):
 
 
 def parsed[R: _Request](kind: type[R], body: bytes, most: int) -> R:
-    """A request from its body. Raises Refused: it is too long, no UTF-8, no JSON, or has fields that are unknown or of
-    another kind."""
+    """A request from its body. Raises Refused: it is too long or has too many values, is no UTF-8, no JSON, or has
+    fields that are unknown or of another kind."""
     if len(body) > most:
         fact = f"the request has {len(body)} bytes, and at most {most} are accepted"
         raise Refused(f"{fact}: send less text", "request_too_large", 413)
+    if (held := _values_in(body)) > _VALUES:
+        fact = f"the request has {held} values of JSON, and at most {_VALUES} are accepted"
+        raise Refused(f"{fact}: send fewer messages, tools or parameters", "request_too_large", 413)
     try:
         document = json_of(body.decode())
         if b"\\ud" in body.lower():  # half of a surrogate pair is not text
@@ -234,6 +257,16 @@ def narrowed(request: ChatRequest | CompletionRequest, how: Sampling) -> Samplin
     """The run's sampling with what a request may decide: fewer tokens, and texts that end an answer."""
     most = min(how.max_tokens, request.limit or how.max_tokens)
     return how.model_copy(update={"max_tokens": most, "stop": (*how.stop, *request.stops)})
+
+
+def _too_much(name: str, fact: str, most: int) -> Refused:
+    return Refused(f"{fact}, and at most {most} are accepted: send less", "invalid_value", param=name)
+
+
+def _values_in(text: bytes) -> int:
+    """Values of a JSON text, or a few more, without building them."""
+    marks = _STRING.sub(b"", text)
+    return 1 + sum(map(marks.count, (b",", b"[", b"{")))
 
 
 def _text(content: str | Sequence[Mapping[str, JsonValue]] | None, place: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import json
 import secrets
 import socket
@@ -16,6 +17,7 @@ import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from storage.errors import InputError, RatchetError, StageFailed
 from tasks.config.rollout import STOP_BYTES
@@ -30,6 +32,8 @@ from tasks.environments.trajectory import Answer
 
 _STARTS_S = 60.0
 _STOPS_BYTES = 4 * STOP_BYTES  # of all lists of stop texts in a rollout
+_HEAD_BYTES = 1 << 14  # of the address and the headers of a request
+_ENDLESS_BYTES = 1 << 20  # of a head that is not read to its end
 _GONE = 499  # for a client that is not there to read it
 _Handler = Callable[[Request, Session], Awaitable[Response]]
 
@@ -112,7 +116,10 @@ class Endpoint:
             return Response(status_code=_GONE)
 
     def _handler(self, request: Request) -> _Handler:
-        """Raises Refused: nothing is at the address."""
+        """Raises Refused: nothing is at the address, or the head is too long."""
+        head = [*itertools.chain.from_iterable(request.headers.raw), str(request.url)]
+        if (size := sum(map(len, head))) > _HEAD_BYTES:
+            raise _long_head(size)
         match request.method, request.url.path:
             case "POST", "/v1/chat/completions":
                 return self._chat
@@ -258,8 +265,9 @@ class Endpoint:
     def _how(self, asked: ChatRequest | CompletionRequest, question: Asked) -> Sampling:
         room = self._rules.context - len(question.tokens)
         if room < 1:
-            fact = f"the conversation has {len(question.tokens)} tokens, and the model reads {self._rules.context}"
-            raise Refused(f"{fact} with the answer: shorten it", "context_length_exceeded", param="messages")
+            fact = f"the conversation has at least {len(question.tokens)} tokens, and the model reads"
+            told = f"{fact} {self._rules.context} with the answer: shorten it"
+            raise Refused(told, "context_length_exceeded", param="messages")
         how = narrowed(asked, self._rules.how)
         return how.model_copy(update={"max_tokens": min(how.max_tokens, room)})
 
@@ -271,7 +279,7 @@ def serving(endpoint: Endpoint) -> Iterator[str]:
         port.bind(("127.0.0.1", 0))
         settings = uvicorn.Config(
             endpoint.application, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1,
-            interface="asgi3", ws="none", proxy_headers=False,
+            interface="asgi3", ws="none", proxy_headers=False, http=_Bounded,
         )  # fmt: skip
         server = uvicorn.Server(settings)
         serve, factory = endpoint.serve(server, port), settings.get_loop_factory()
@@ -289,10 +297,41 @@ def serving(endpoint: Endpoint) -> Iterator[str]:
             thread.join()
 
 
+class _Bounded(HttpToolsProtocol):
+    """A connection that is closed where the head of a request has no end: the parser would keep all of it."""
+
+    _head: int | None = None  # bytes that came since a head began, which goes on
+
+    def on_message_begin(self) -> None:
+        self._head = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._head = None
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head is not None and (size := self._head + len(data)) > _ENDLESS_BYTES:
+            body = json.dumps(_long_head(size).document()).encode()
+            told = (
+                f"HTTP/1.1 431 \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+            )
+            self.transport.write(f"{told}\r\n\r\n".encode() + body)
+            self.transport.close()
+        elif self._head is not None:
+            self._head = size
+
+
 async def _gone(request: Request) -> None:
     """Wait until the client of a request, which has been read, is not there any more."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _long_head(size: int) -> Refused:
+    fact = f"the address and the headers have {size} bytes, and at most {_HEAD_BYTES} are accepted"
+    return Refused(f"{fact}: send fewer or shorter ones", "headers_too_large", 431)
 
 
 def _forget(session: Session, key: str, one: Pending) -> None:

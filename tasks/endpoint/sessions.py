@@ -157,6 +157,7 @@ class Session:
     overridden: dict[str, JsonValue] = field(default_factory=dict)  # by parameter, the value that was asked for last
     _births: defaultdict[bytes, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Numbers of the branches that began after the same tokens."""
+    _first: tuple[History, NDArray[np.int32]] | None = None  # as rendered last: `n` answers are asked of one history
     _kept: int = 0  # tokens that answers which are being sampled may have
     _settled: asyncio.Event = field(default_factory=asyncio.Event)  # pulses when one of these has ended
     _open: int = 0  # questions that are under way
@@ -276,7 +277,9 @@ class Session:
         return "tools" if any(map(history.after, ends)) else "edited"
 
     def _begun(self, history: History, why: Why | None = None) -> Asked:
-        tokens = np.asarray(self.renderer.first(history.rendered(), history.shown_tools), np.int32)
+        if self._first is None or self._first[0] is not history:
+            self._first = history, np.asarray(self.renderer.first(history.rendered(), history.shown_tools), np.int32)
+        tokens = self._first[1]
         branch = self._born(history, why or self._why(history), Trajectory(tokens), tokens, None)
         return Asked(branch, history, (), np.empty(0, np.int32), tokens)
 

@@ -117,8 +117,8 @@ class Conversation:
         self.trajectory = Trajectory(self._renderer.first(self.messages, event.tools))
         if self.room < 1:
             raise InputError(
-                f"the first observation has {len(self.trajectory.prompt)} tokens, which leaves no room for an answer: "
-                f"engine.max_model_len is {self._limits.context}"
+                f"the first observation has at least {len(self.trajectory.prompt)} tokens, which leaves no room for an "
+                f"answer: engine.max_model_len is {self._limits.context}"
             )
         self.events = [event]
 

@@ -11,6 +11,7 @@ from tasks.data.chat import ASSISTANT, Say, Template, check_messages
 from tasks.data.tokenizer import TextCodec
 
 _MARK = "7463920158"  # stands for the last answer; no template strips it or changes its case
+_CHARACTERS, _SURE = 8, 1.5  # of the first text that is tried, for each token that there may be; what is too many
 
 
 class Following(NamedTuple):
@@ -26,9 +27,11 @@ class Following(NamedTuple):
 
 class Renderer:
     """Rendering by the chat template of a model. A model without one reads the contents of messages one after another,
-    without marks between them. A plain text is one message without a role."""
+    without marks between them. A plain text is one message without a role. Of a text that has certainly more than
+    `most` tokens, only the first are made, which are more than these."""
 
-    def __init__(self, codec: TextCodec, note: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, codec: TextCodec, note: Callable[[str], None] = lambda _: None, most: int | None = None) -> None:
+        self._most = most
         self._codec, self._template, self._say = codec, Template(codec), Say(note, lambda _, said: note(said))
 
     @cached_property
@@ -45,10 +48,10 @@ class Renderer:
         the messages or loses some of what they say, or there are tools and no template."""
         codec = self._codec
         if codec.has_template and messages[0]["role"]:
-            return codec.encode(self._template.prompt(Chat(messages, tools), self._say))
+            return self._encode(self._template.prompt(Chat(messages, tools), self._say))
         if tools:
             raise InputError("the model has no chat template that could show it tools: describe them in a message")
-        return codec.opened(codec.encode(_plain(messages)))
+        return codec.opened(self._encode(_plain(messages)))
 
     def after(
         self,
@@ -65,9 +68,9 @@ class Renderer:
         stop = self._codec.visible([last])[0] if last is not None and last in self._codec.stop_tokens else ""
         if not new[0]["role"]:
             text = str(new[0]["content"])
-            return Following(self._codec.encode(text.removeprefix(stop)), kept=text.startswith(stop))
+            return Following(self._encode(text.removeprefix(stop)), kept=text.startswith(stop))
         if not self._codec.has_template:
-            return Following(self._codec.encode(_plain(new)), kept=True)
+            return Following(self._encode(_plain(new)), kept=True)
         if opened is None:
             opened = self._codec.render(Chat(before[:-1], tools), answering=True)
         whole = self._codec.render(Chat([*before, *new], tools), answering=True)
@@ -75,7 +78,7 @@ class Renderer:
         kept = whole.startswith(told)
         rest = whole[len(told) :] if kept else self._behind_a_mark(before, new, tools).removeprefix(stop)
         check_messages(new, rest, self._say, len(before))
-        return Following(self._codec.encode(rest), kept, whole)
+        return Following(self._encode(rest), kept, whole)
 
     def _behind_a_mark(self, before: Sequence[Message], new: Sequence[Message], tools: Sequence[Message]) -> str:
         """The text of new messages where the template writes another text of the answer before them."""
@@ -84,6 +87,13 @@ class Renderer:
         if not there:
             raise InputError("the tokenizer's chat template does not write an answer as it was given")
         return rest
+
+    def _encode(self, text: str) -> list[int]:
+        if self._most is not None and len(text) > (first := _CHARACTERS * self._most):
+            tokens = self._codec.encode(text[:first])
+            if len(tokens) > _SURE * self._most:  # all of the text would be merged otherwise at the cut alone
+                return tokens
+        return self._codec.encode(text)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of an answer, without its stop token."""

@@ -133,7 +133,7 @@ def play(
         if host.drives:
             player = stack.enter_context(driving(section, host, sampler, sampling, codec, limits, reader))
         else:
-            player = Player(host, sampler, sampling, codec, Renderer(codec), limits, reader)
+            player = Player(host, sampler, sampling, codec, Renderer(codec, most=limits.context), limits, reader)
         asyncio.run(_played(player, root, pieces, section.processes, ready, go_on))
 
 

@@ -61,7 +61,7 @@ def talking(codec, says, sampling="override", context=4096, policy=Policy, **mor
     """An endpoint over such a policy: the endpoint, the policy and the base URL."""
     policy = policy(codec, says)
     rules = Rules("policy", HOW, context, sampling)
-    endpoint = Endpoint(policy, Renderer(codec), rules, **more)
+    endpoint = Endpoint(policy, Renderer(codec, most=context), rules, **more)
     with serving(endpoint) as url:
         yield endpoint, policy, url
 

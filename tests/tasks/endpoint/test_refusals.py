@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import httpx
@@ -21,6 +22,9 @@ def codec(tmp_path_factory):
 
 
 GOOD = {"model": "policy", "messages": [{"role": "user", "content": "one"}]}
+
+
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def post(url, key, body):
@@ -51,7 +55,7 @@ FLAWED = {
     "longer than the model": (with_message(content="one " * 9000), 400, "context_length_exceeded", "messages"),
     "broken UTF-8": (json.dumps(GOOD).encode().replace(b"one", b"\xff\xfe"), 400, "invalid_encoding", None),
     "no JSON": (b"{", 400, "invalid_json", None),
-    "deep": (b"[" * 200_000, 400, "invalid_json", None),
+    "deep": (b"[" * 16_000, 400, "invalid_json", None),
     "no table": (b"[]", 400, "invalid_value", ""),
     "stop texts without end": ({**GOOD, "stop": "one " * 70}, 400, "invalid_value", "stop"),
     "many stop texts": ({**GOOD, "stop": [f"{n} one" for n in range(50)]}, 400, "invalid_value", "stop"),
@@ -64,6 +68,13 @@ FLAWED = {
         "metadata.dict.a.dict.a.dict.a.dict",
     ),
     "tool without a name": ({**GOOD, "tools": [{"type": "function", "function": {}}]}, 400, "invalid_value", "tools.0"),
+    "endless": (b"[" * 200_000, 413, "request_too_large", None),
+    "many tools": ({**GOOD, "tools": [TOOL] * 129}, 400, "invalid_value", "tools"),
+    "long tools": ({**GOOD, "tools": [{**TOOL, "text": "one " * 70_000}]}, 400, "invalid_value", "tools"),
+    "many messages": ({**GOOD, "messages": GOOD["messages"] * 2049}, 400, "invalid_value", "messages"),
+    "many values": ({**GOOD, "logit_bias": dict.fromkeys(map(str, range(17_000)), 1)}, 413, "request_too_large", None),
+    "many parts": (with_message(content=[{"type": "text", "text": ""}] * 9000), 413, "request_too_large", None),
+    "many values in calls": (with_arguments(json.dumps([0] * 17_000)), 400, "invalid_value", "messages"),
     "infinity": (json.dumps({**GOOD, "top_p": 7}).replace("7", "1e999").encode(), 400, "invalid_value", "top_p"),
     "lone surrogate": (
         b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
@@ -115,6 +126,33 @@ def test_an_address_that_is_not_served(served, method, path):
     assert f"there is no {method} " in error["message"]
     assert session.refused == [error["message"]]
     assert httpx.request(method, f"{url}/{path}").json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_long_head_of_a_request_is_refused_in_the_form_of_openai(served):
+    endpoint, policy, url = served
+    session, before = endpoint.open(5), len(policy.asked)
+    known = {"authorization": f"Bearer {session.key}"}
+    found = [
+        httpx.post(f"{url}/chat/completions", json=GOOD, headers={**known, "x": "a" * (1 << 14)}),
+        httpx.post(f"{url}/chat/completions?{'a' * (1 << 14)}", json=GOOD, headers=known),
+    ]
+    assert [(one.status_code, one.json()["error"]["code"]) for one in found] == [(431, "headers_too_large")] * 2
+    assert session.refused == [one.json()["error"]["message"] for one in found]
+    assert len(policy.asked) == before
+    assert post(url, session.key, GOOD)[0] == 200
+
+
+def test_a_head_without_end_is_not_kept(served):
+    _, _, url = served
+    with socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0]))) as client:
+        client.settimeout(30)
+        client.sendall(b"POST /v1/models HTTP/1.1\r\nx: ")
+        with suppress(OSError):  # the endpoint has closed the connection
+            for _ in range(64):
+                client.sendall(b"a" * (1 << 16))
+        head, _, body = client.recv(1 << 16).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 ")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
 
 
 def test_a_client_that_goes_in_the_middle_of_its_request(served):

@@ -148,6 +148,14 @@ def test_a_first_observation_that_is_too_long_is_a_failure_of_one_conversation(c
     conversation.add(failed_with(EnvironmentFailed("exception", "no"), goes_on=False))
 
 
+def test_only_of_a_text_that_is_certainly_too_long_are_the_first_tokens_alone_made(chat_codec):
+    renderer = Renderer(chat_codec, most=40)
+    for text, most in (("<|close|>" * 39, 39), ("ab" * 160, 320), ("ab" * 999, 320)):
+        tokens = renderer.first([{"role": "", "content": text}])
+        whole = chat_codec.opened(chat_codec.encode(text))
+        assert tokens == whole[: most + len(chat_codec.begin)]
+
+
 def test_a_model_without_a_template_reads_contents_and_no_tools(tmp_path):
     generate_tokenizer(tmp_path, GeneratedModel())
     plain_codec = TextCodec.from_directory(tmp_path)
