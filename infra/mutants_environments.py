@@ -271,4 +271,12 @@ ENVIRONMENTS = (
         "ended during {what}",
         ("tests/tasks/environments/test_hosting.py",),
     ),
+    Mutant(
+        "environments-frozen-stay",
+        "the process of an environment that has stopped itself stays, and so does what it holds",
+        "tasks/environments/host.py",
+        "            os.kill(process, signal.SIGKILL)",
+        "            os.kill(process, signal.SIGTERM)",
+        ("tests/tasks/environments/test_hosting.py",),
+    ),
 )

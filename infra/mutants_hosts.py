@@ -238,8 +238,8 @@ HOSTS = (
         "libraries-of-hosts-unlike",
         "ranks on hosts with other versions of torch train one model, unsaid",
         "tasks/workers/hosts.py",
-        "if ours.get(one) != there.libraries.get(one)):",
-        "if one not in ours):",
+        "if ours.get(one) != theirs.get(one)), None)",
+        "if one not in ours), None)",
         ("tests/tasks/workers/test_unlike_hosts.py",),
     ),
     Mutant(

@@ -185,7 +185,7 @@ class Fleet(AbstractContextManager["Fleet", None]):
         if role not in wanted:  # engines that share the ranks' cards
             role = "trainers"
         if self._seats:
-            self._seats[role] = reserve(self._run, role, wanted[role], again=True)
+            self._seats[role] = reserve(self._run, role, wanted[role], self._seats[role].nodes)
         else:
             self._seats = reserve_all(self._run, wanted)
         hosts = {node for seats in self._seats.values() for node in seats.nodes}

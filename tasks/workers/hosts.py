@@ -6,16 +6,17 @@ import errno
 import fcntl
 import importlib.metadata
 import itertools
+import logging
 import os
 import platform
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -51,6 +52,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 _STRATEGY = {"trainers": "PACK", "engines": "SPREAD", "judge": "PACK"}
 
+logger = logging.getLogger(__name__)
+_tell = cache(logger.warning)  # once, and not in each attempt
+
 Bundles = Sequence[Mapping[str, float]]
 
 
@@ -76,33 +80,37 @@ def reserve_all(run: str, roles: Mapping[str, Bundles]) -> dict[str, Seats]:
         raise
 
 
-def reserve(run: str, role: str, bundles: Bundles, again: bool = False) -> Seats:
-    """Have Ray keep bundles for a role, as for an earlier process of the run, on hosts that answer. After a loss,
-    `again`, another host may be joining. Raises InputError: there is no room, or a host has another version of the
-    code; WorkerLost: there is no room any more, or a host does not answer."""
-    deadline = time.monotonic() + (_AGAIN_S if again else _FIT_S)
-    group = _kept(f"{run}/{role}", bundles)
-    group = group or placement_group([dict(one) for one in bundles], _STRATEGY[role], f"{run}/{role}", "detached")
+def reserve(run: str, role: str, bundles: Bundles, earlier: Sequence[str] = ()) -> Seats:
+    """Have Ray keep bundles for a role, as for an earlier process of the run, on hosts that answer. After a loss of one
+    of its `earlier` hosts another one may be joining; one that cannot be used is told and passed over, and processes of
+    the role that are left then end. Raises InputError: there is no room, or a host has another version of the code;
+    WorkerLost: there is no room any more, or a host does not answer."""
+    deadline = time.monotonic() + (_AGAIN_S if earlier else _FIT_S)
+    group, unfit = _kept(f"{run}/{role}", bundles), dict[str, RatchetError]()
     while True:
-        silent: WorkerLost | None = None
+        group, silent = group or _group(run, role, bundles, unfit), None
         if group.wait(max(1.0, min(_FIT_S, deadline - time.monotonic()))):
             placed = placement_group_table(group)["bundles_to_node_id"]
             nodes = tuple(placed[place] for place in range(len(bundles)))
-            try:
-                hosts, before = sorted(set(nodes)), host_facts()
-                found, after = on_each(hosts, host_facts), host_facts()
-                check_alike([(_address(node), there) for node, there in zip(hosts, found, strict=True)], before, after)
+            found = flaws_of(sorted(set(nodes), key=lambda node: (node not in earlier, node)))
+            if not found:
                 return Seats(group, nodes)
-            except WorkerLost as loss:  # of a host that Ray has not given up yet
-                silent = loss
-            except InputError:
+            new = {node: flaw for node, flaw in found.items() if _is_unfit(flaw, bool(earlier) > (node in earlier))}
+            silent = next(iter((new or found).values()))
+            if new and not earlier:
+                break
+            for flaw in new.values():
+                _tell(f"{flaw}. It is passed over while the {role} of run {run} wait for another host")
+            if new:  # a bundle cannot be moved alone
                 remove_placement_group(group)
-                raise
+                group, silent, unfit = None, None, unfit | new
         if time.monotonic() > deadline:
-            refusal = silent or (WorkerLost if again else InputError)(_no_room(run, role, bundles))
-            remove_placement_group(group)
-            raise refusal
+            break
         time.sleep(1)
+    if group is not None:
+        remove_placement_group(group)
+    told = "".join(f". Passed over: {flaw}" for flaw in unfit.values())
+    raise silent or (WorkerLost if earlier else InputError)(_no_room(run, role, bundles) + told)
 
 
 def give_up(run: str) -> None:
@@ -277,18 +285,48 @@ def unlike(host: str, there: HostFacts, before: HostFacts, after: HostFacts) -> 
     return None
 
 
-def check_alike(found: Sequence[tuple[str, HostFacts]], before: HostFacts, after: HostFacts) -> None:
-    """Compare the facts of the hosts of a role, which are with their addresses, with this host, `unlike`, and their
-    libraries with those of the first: this one may have none for cards. Raises InputError: they do not fit."""
-    first, ours = found[0][0], found[0][1].libraries
-    for host, there in found:
-        if refusal := unlike(host, there, before, after):
-            raise InputError(refusal)
-        for name in (one for one in {**ours, **there.libraries} if ours.get(one) != there.libraries.get(one)):
-            raise InputError(
-                f"host {host} has {_version(there, name)}, and host {first} {_version(found[0][1], name)}: they may "
-                "compute other numbers, so install the same on both"
-            )
+def compared(found: Sequence[tuple[str, HostFacts]], before: HostFacts, after: HostFacts) -> list[str | None]:
+    """The reason why each host of a role, given with its address, cannot be used; None if there is none. All are like
+    this host, `unlike`, and have the libraries of the first that is: this host may have none for cards."""
+    flaws = [unlike(host, there, before, after) for host, there in found]
+    first = next((one for one, flaw in zip(found, flaws, strict=True) if flaw is None), None)
+    return [
+        flaw if flaw is not None or first is None else _other_library(host, there, *first)
+        for (host, there), flaw in zip(found, flaws, strict=True)
+    ]
+
+
+def flaws_of(nodes: Sequence[str]) -> dict[str, RatchetError]:
+    """The reason why each of these hosts cannot be used now, by Ray's name of it; of those that can there is none."""
+    flaws, found, before = dict[str, RatchetError](), dict[str, HostFacts](), host_facts()
+    for node, answer in zip(nodes, asked(nodes, host_facts), strict=True):
+        try:
+            found[node] = answer()
+        except RatchetError as flaw:
+            flaws[node] = flaw
+    reasons = compared([(_address(node), there) for node, there in found.items()], before, host_facts())
+    return flaws | {node: InputError(one) for node, one in zip(found, reasons, strict=True) if one is not None}
+
+
+def _other_library(host: str, there: HostFacts, first: str, facts: HostFacts) -> str | None:
+    ours, theirs = facts.libraries, there.libraries
+    name = next((one for one in {**ours, **theirs} if ours.get(one) != theirs.get(one)), None)
+    if name is None:
+        return None
+    fact = f"host {host} has {_version(there, name)}, and host {first} {_version(facts, name)}"
+    return f"{fact}: they may compute other numbers, so install the same on both"
+
+
+def _is_unfit(flaw: RatchetError, joined: bool) -> bool:
+    """True if a host waits for a person, as one that has joined and where Ray can begin no process."""
+    return isinstance(flaw, InputError) or (joined and isinstance(flaw.__cause__, WorkerCrashedError))
+
+
+def _group(run: str, role: str, bundles: Bundles, unfit: Collection[str]) -> PlacementGroup:
+    """A group of bundles on other hosts than these."""
+    others = [{"ray.io/node-id": f"!in({','.join(unfit)})"}] * len(bundles) if unfit else None
+    asked_for = [dict(one) for one in bundles], _STRATEGY[role], f"{run}/{role}", "detached"
+    return placement_group(*asked_for, bundle_label_selector=others)  # pyright: ignore[reportArgumentType]
 
 
 def _version(facts: HostFacts, name: str) -> str:

@@ -115,6 +115,8 @@ async def misbehave(how, folder=None):
     if how == "hang":
         subprocess.Popen(["sleep", "987654"], cwd=folder)
         await asyncio.sleep(987654)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if how == "block":
         signal.pause()
     if how == "raise":
@@ -187,7 +189,7 @@ class Greedy(Sums):
         return await super().step(action)
 
 
-KINDS = ("good", "die", "hang", "block", "raise", "message", "endless", "speaks", "nan", "set")
+KINDS = ("good", "die", "hang", "stop", "block", "raise", "message", "endless", "speaks", "nan", "set")
 
 
 class Bad(Sums):

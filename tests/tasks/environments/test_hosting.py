@@ -224,6 +224,30 @@ def test_an_environment_that_ends_its_process_is_a_failure_that_says_how(action,
         asyncio.run(play(host))
 
 
+@pytest.mark.parametrize("how", ["stop", "block"])
+def test_an_environment_that_is_frozen_is_a_failure_that_is_named_and_is_ended_while_others_go_on(tmp_path, how):
+    section = EnvironmentSection(function=f"{FILE}:Once", arguments={"marks": str(tmp_path), "how": how})
+
+    async def play(host):
+        (before,) = psutil.Process().children()
+        async with await host.open() as other:
+            for told in (True, False):  # a fresh environment takes its place
+                async with await host.open() as opened:
+                    for asked in (BEGIN, {"action": "1"}):
+                        await opened.ask(PATIENCE_S, "its beginning", **asked)
+                    if told:
+                        with pytest.raises(EnvironmentFailed, match="turn 2 of prompt 'a' did not end") as failure:
+                            await opened.ask(1.0, "turn 2 of prompt 'a'", action="1")
+                        assert failure.value.reason == "timeout"
+                    else:
+                        assert (await opened.ask(PATIENCE_S, "turn 2", action="1"))["reward"] == 1.0
+                await until(lambda: len(before.children()) == 1)
+            assert (await other.ask(PATIENCE_S, "its beginning", **BEGIN))["observation"] == "1+1="
+
+    with Host(section) as host:
+        asyncio.run(play(host))
+
+
 def test_conversations_share_one_execution_of_a_file_and_not_their_instances(tmp_path):
     (tmp_path / "mine.py").write_text(
         f"from tests.tasks.environments.sums import Sums\nwith open({str(tmp_path / 'runs')!r}, 'a') as runs:\n"

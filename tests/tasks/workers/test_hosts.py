@@ -26,7 +26,7 @@ from tasks.workers.kept_by_ray import RayStore
 from tasks.workers.ranks import start_trainers
 from tasks.workers.silence import Where, spent_by
 from tasks.workers.standby import Place, Standby
-from tests.ray_nodes import ray_nodes
+from tests.ray_nodes import ray_nodes, unlike_node
 from tests.tasks.workers.test_standby import idle
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer_core.protocol import SavedFiles
@@ -107,7 +107,30 @@ def test_a_run_that_is_refused_keeps_nothing(nodes):
 def test_what_must_be_on_one_host_and_is_not_there_is_refused_also_after_a_loss(nodes, monkeypatch):
     monkeypatch.setattr("tasks.workers.hosts._AGAIN_S", 2)
     with pytest.raises(WorkerLost, match=r"3 CPU are needed, 3 CPU together on one host, .* 4 of 4 CPU free on 3"):
-        reserve("run", "trainers", [{"CPU": 3.0}], again=True)
+        reserve("run", "trainers", [{"CPU": 3.0}], ["lost"])
+
+
+def test_a_host_that_joins_after_a_loss_and_cannot_be_used_is_named_once_and_passed_over(
+    nodes, tmp_path, monkeypatch, caplog
+):
+    both = [{"CPU": 2.0}] * 2
+    reserve("other", "engines", both)
+    told = r"has Python 3\.9\.0, and this one"
+    with unlike_node(ray.get_runtime_context().gcs_address, 2, tmp_path) as unlike, caplog.at_level("WARNING"):
+        monkeypatch.setattr("tasks.workers.hosts._AGAIN_S", 5)
+        for _ in range(2):  # attempts
+            with pytest.raises(WorkerLost, match=f"no room .* Passed over: host {LOOPBACK} {told}"):
+                reserve("run", "trainers", both[:1], ["lost"])
+        with pytest.raises(InputError, match=told):  # no host was lost
+            reserve("run", "trainers", both[:1])
+        monkeypatch.setattr("tasks.workers.hosts._AGAIN_S", 90)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(reserve, "run", "trainers", both, ["lost"])
+            time.sleep(2)  # the host that cannot be used is the only one with room
+            give_up("other")
+            assert set(waits.result().nodes) == set(nodes) - {unlike}
+    assert len(caplog.messages) == 1
+    give_up("run")
 
 
 def test_each_host_fetches_and_stores_its_own_files(nodes, tmp_path):
