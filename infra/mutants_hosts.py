@@ -250,4 +250,28 @@ HOSTS = (
         "apart = there.clock - after.clock",
         ("tests/tasks/workers/test_unlike_hosts.py",),
     ),
+    Mutant(
+        "folder-of-a-host-is-anybodys",
+        "a host fetches the files of a run into a folder that another user has made there",
+        "tasks/workers/hosts.py",
+        "with (owned(folder.parent) /",
+        "with (folder.parent /",
+        ("tests/tasks/workers/test_scratch.py",),
+    ),
+    Mutant(
+        "unfit-host-decides-libraries",
+        "a host with another Python decides which libraries the other hosts must have",
+        "tasks/workers/hosts.py",
+        "if flaw is None), None)",
+        "), None)",
+        ("tests/tasks/workers/test_unlike_hosts.py",),
+    ),
+    Mutant(
+        "unfit-host-ends-the-wait",
+        "a host that cannot be used and joins after a loss ends the command, which could wait for another one",
+        "tasks/workers/hosts.py",
+        "            if new and not earlier:\n",
+        "            if new:\n",
+        ("tests/tasks/workers/test_hosts.py",),
+    ),
 )

@@ -23,6 +23,15 @@ _MARK = "mark"
 _REPAIR = "to a folder that can be written"
 
 
+def owned(folder: Path) -> Path:
+    """A folder of a run, made if it is not there. Raises InputError: it is another user's, who could change files after
+    they were verified."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise InputError(f"{folder} is another user's, and this run needs it: remove it, or choose another --run")
+    return folder
+
+
 class Folders:
     """Folders of this host, for processes that are all here."""
 

@@ -35,7 +35,7 @@ from storage.parts import PartWriter, materialize
 from tasks.config.code_version import code_version
 from tasks.config.environment import host_environment
 from tasks.workers.connection import CONNECTION
-from tasks.workers.folders import Folders, Wanted
+from tasks.workers.folders import Folders, Wanted, owned
 from trainer_core.protocol import SavedFiles
 
 _FIT_S = 10.0  # for which room is waited for: another run may just be ending
@@ -137,10 +137,7 @@ def transit(run: str, local: bool) -> Iterator[Path]:
         with scratch() as folder:
             yield folder
         return
-    folder = run_folder(run)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise InputError(f"{folder} is another user's, and run {run} needs it: remove it, or choose another --run")
+    folder = owned(run_folder(run))
     for marked in folder.glob("*.verified"):  # by an earlier process, which knew other hosts
         marked.unlink()
     yield folder
@@ -222,8 +219,7 @@ def _fetch(url: str, manifest: Manifest, folder: Path, prefix: str, wanted: Want
             f"run {manifest.run} cannot be seen at the storage root {url} from here: use an object store, with its "
             "credentials and endpoint in the environment of `ray start`, or a folder that all hosts mount"
         )
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:  # two of Ray's nodes may share this folder
+    with (owned(folder.parent) / f"{folder.name}.lock").open("w") as lock:  # two of Ray's nodes may share this folder
         fcntl.flock(lock, fcntl.LOCK_EX)
         materialize(root, manifest, folder, prefix, wanted)
 

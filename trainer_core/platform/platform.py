@@ -69,7 +69,7 @@ def _prepare_cpu() -> Platform:
     from trainer_core.platform import cpu_platform  # never imported where a GPU trains
 
     torch.set_num_threads(1)  # several ranks share the cores, and sums then do not depend on the number of threads
-    with quietly():
+    with quietly(), _without_wandb():
         _process_wide.enter_context(cpu_platform.installed())
     _import_megatron()
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
@@ -78,12 +78,25 @@ def _prepare_cpu() -> Platform:
 def _import_megatron() -> None:
     te_absent.install()
     warnings.filterwarnings("ignore", module=r"megatron\.")  # advice on packages and flags that are ours to choose
-    with quietly():
+    with quietly(), _without_wandb():
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.bridge")
     if importlib.util.find_spec("modelopt") is None:
         # the bridge looks for it at each conversion of a weight; this spares the search through all folders
         sys.modules["modelopt.torch.opt.dynamic"] = cast(Any, None)
+
+
+@contextlib.contextmanager
+def _without_wandb() -> Iterator[None]:
+    """Megatron imports wandb where it is installed, which makes two folders that a killed process leaves."""
+    if "wandb" in sys.modules:
+        yield
+        return
+    sys.modules["wandb"] = cast(Any, None)
+    try:
+        yield
+    finally:
+        del sys.modules["wandb"]  # a user's own loss may import it
 
 
 @contextlib.contextmanager

@@ -1,11 +1,17 @@
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from storage import layout
+from storage.backends.root import open_root
+from storage.errors import InputError
+from storage.manifest import Manifest
 from storage.ownership.scratch import scratch, sweep
-from tasks.workers.folders import kept_in_memory
+from tasks.workers.folders import kept_in_memory, owned
+from tasks.workers.hosts import _fetch
 
 LEAVE_MARKED = """
 import sys
@@ -16,6 +22,10 @@ with kept_in_memory(sys.argv[1]) as folder:
     input()
 """
 
+NOW = datetime.now(UTC)
+MANIFEST = Manifest(
+    run="run", iteration=0, stage="train", parts=(), config_digest="", code_version="", started=NOW, finished=NOW
+)
 LEAVE = """
 import os, sys
 from storage.ownership.scratch import new_folder, socket_folder
@@ -89,3 +99,24 @@ def test_a_folder_of_another_user_is_not_taken_over(monkeypatch):
         with kept_in_memory("run c") as own:
             assert not (own / "state").exists()
     assert folder in sweep()
+
+
+def test_a_folder_of_a_run_that_another_user_has_made_is_refused(tmp_path, monkeypatch):
+    ours = owned(tmp_path / "host" / "run")
+    assert owned(ours).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(ours)
+    with pytest.raises(InputError, match="link is another user's"):
+        owned(tmp_path / "link")
+    monkeypatch.setattr("os.getuid", lambda: ours.stat().st_uid + 1)
+    with pytest.raises(InputError, match="run is another user's"):
+        owned(ours)
+
+
+def test_a_host_that_fetches_files_does_not_put_them_into_a_folder_of_another_user(tmp_path):
+    root, folder = open_root(str(tmp_path / "root")), tmp_path / "theirs"
+    root.put_if_absent(layout.run_config_key("run"), b"{}")
+    (tmp_path / "ours").mkdir()
+    folder.symlink_to(tmp_path / "ours")
+    with pytest.raises(InputError, match="theirs is another user's"):
+        _fetch(root.url, MANIFEST, folder / "model", "", None)
+    assert list((tmp_path / "ours").iterdir()) == []

@@ -38,6 +38,10 @@ platform = prepare("cpu")
 assert not platform.transformer_engine
 assert prepare("cpu") is platform
 
+# what Megatron would import of wandb makes folders that a killed process leaves
+import trainer_core.trainer
+assert "wandb" not in sys.modules
+
 # Transformer Engine is still known to be absent
 import megatron.bridge, megatron.core.transformer.mlp
 assert not [name for name in sys.modules if name.startswith("transformer_engine")]
