@@ -272,11 +272,11 @@ ENVIRONMENTS = (
         ("tests/tasks/environments/test_hosting.py",),
     ),
     Mutant(
-        "environments-frozen-stay",
-        "the process of an environment that has stopped itself stays, and so does what it holds",
-        "tasks/environments/host.py",
-        "            os.kill(process, signal.SIGKILL)",
-        "            os.kill(process, signal.SIGTERM)",
-        ("tests/tasks/environments/test_hosting.py",),
+        "parsers-that-ended-are-a-flaw",
+        "the end of the process of vLLM's parsers is an error without a name, and the next attempt does not come",
+        "tasks/environments/reading.py",
+        "with suppress(BrokenPipeError):",
+        "with suppress(BlockingIOError):",
+        ("tests/tasks/environments/test_readers.py",),
     ),
 )

@@ -1,6 +1,7 @@
 """A Ray cluster on this machine's loopback interface, to which processes attach by its address."""
 
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,10 +40,14 @@ def ray_nodes(*cpus: int) -> Iterator[tuple[str, list[str]]]:
 @contextmanager
 def unlike_node(address: str, cpus: int, folder: Path) -> Iterator[str]:
     """Ray's name of a node that has joined a cluster, and whose processes have another Python."""
-    (folder / "sitecustomize.py").write_text('import platform\nplatform.python_version = lambda: "3.9.0"\n')
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder}:$PYTHONPATH exec {sys.executable} "$@"\n')
-    python.chmod(0o700)
+    python, base = folder / "bin" / "python", Path(sys.executable).resolve()
+    packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    for one in (python.parent, packages):
+        one.mkdir(parents=True)
+    python.symlink_to(base)
+    (folder / "pyvenv.cfg").write_text(f"home = {base.parent}\n")
+    (packages / "ours.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (packages / "sitecustomize.py").write_text('import platform\nplatform.python_version = lambda: "3.9.0"\n')
     given = RayParams(
         gcs_address=address, redis_address=address, node_ip_address=LOOPBACK, object_store_memory=80 << 20,
         include_log_monitor=False, num_cpus=cpus, num_gpus=0, min_worker_port=0, max_worker_port=0,

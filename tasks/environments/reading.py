@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any, Self
@@ -46,8 +46,9 @@ class ForeignReader:
         """Raises WorkerLost: the process has ended."""
         with self._lock:
             assert self._process.stdin is not None
-            self._process.stdin.write(f"{json.dumps([text, list(tools)])}\n")
-            self._process.stdin.flush()
+            with suppress(BrokenPipeError):  # it has ended: there is no answer
+                self._process.stdin.write(f"{json.dumps([text, list(tools)])}\n")
+                self._process.stdin.flush()
             said = self._said()
         if not is_encodable(json.dumps(said, ensure_ascii=False)):
             return Parts(text)

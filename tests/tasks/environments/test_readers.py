@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from storage.errors import InputError
+from storage.errors import InputError, WorkerLost
 from tasks.environments.calls import OPENED, by_tags
 from tasks.environments.reading import ForeignReader
 from tests.tasks.data.chat_model import chat_model
@@ -29,6 +29,16 @@ def test_an_answer_without_end_is_read_in_a_time_that_grows_with_its_length(repe
         return time.process_time() - clock
 
     assert min(seconds(1000) for _ in range(3)) < 100 * max(min(seconds(50) for _ in range(3)), 1e-4)
+
+
+def test_a_process_of_parsers_that_has_ended_is_a_loss_of_ours_and_not_of_the_environment(monkeypatch):
+    command = ("sh", "-c", """echo '{}'; read line; echo '{"content": "so", "reasoning": null, "calls": []}'""")
+    monkeypatch.setattr("tasks.environments.reading.PARSER", command)
+    with ForeignReader("", "hermes", "") as read:
+        assert read("so", [ADD]) == ("so", None, ())
+        for _ in range(2):  # before its end is known, and after
+            with pytest.raises(WorkerLost, match="the next attempt starts a new one"):
+                read("x" * (1 << 20), [ADD])
 
 
 @pytest.mark.slow
