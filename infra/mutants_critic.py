@@ -36,6 +36,14 @@ CRITIC = (
         _GAE,
     ),
     Mutant(
+        "values-clipped-by-rounding",
+        "a value within the clip counts as clipped, by the rounding of its distance: another count on each layout",
+        "trainer_core/objectives/losses.py",
+        "(values.clamp(old - clip, old + clip) - returns)",
+        "(old + (values - old).clamp(-clip, clip) - returns)",
+        ("tests/trainer_core/objectives/test_losses.py",),
+    ),
+    Mutant(
         "values-clipped-in-favour",
         "the smaller of both errors is minimised, so that a clipped value has no pull back",
         "trainer_core/objectives/losses.py",

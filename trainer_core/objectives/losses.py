@@ -81,7 +81,8 @@ def value_loss(values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor, c
     error = (values - returns).square() / 2
     if clip is None:
         return TokenLoss(error, torch.zeros_like(error))
-    limited = (old + (values - old).clamp(-clip, clip) - returns).square() / 2
+    # a value within the limits stays itself: old + (values - old) may be another one, by rounding, and count as clipped
+    limited = (values.clamp(old - clip, old + clip) - returns).square() / 2
     return TokenLoss(torch.maximum(error, limited), (limited > error).float())
 
 

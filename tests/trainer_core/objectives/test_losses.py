@@ -15,6 +15,7 @@ from trainer_core.objectives.losses import (
     policy_loss,
     preference_loss,
     sequence_surrogate,
+    value_loss,
 )
 from trainer_core.objectives.objective_config import PolicyConfig
 from trainer_core.objectives.registry import loss_of
@@ -65,6 +66,18 @@ def surrogate(policy, ratio, advantage, entropy=None, reference=None):
 def test_the_clipped_surrogate_by_hand(ratio, advantage, loss, gradient, clipped):
     found = surrogate(PolicyConfig(clip_low=0.1, clip_high=0.3, epochs=2), ratio, advantage)
     assert found == pytest.approx((loss, gradient, clipped))
+
+
+def test_a_value_within_the_clip_is_not_counted_as_clipped_by_rounding():
+    drawn = torch.rand((3, 10_000), generator=torch.Generator().manual_seed(3)) - 0.5
+    old, values, error = 0.05 * drawn[0], 0.04 * drawn[1], drawn[2]
+    for returns in (values + 0.1 * error, error):
+        found = value_loss(values, old, returns, 0.05)
+        assert found.clipped.sum() == 0
+        assert torch.equal(found.loss, value_loss(values, old, returns, None).loss)
+    beyond = value_loss(old + 0.06, old, old, 0.05)  # nearer to its return than the clipped value: no loss is added
+    assert beyond.clipped.sum() == 0
+    assert value_loss(old + 0.06, old, old + 1, 0.05).clipped.sum() == len(old)
 
 
 def test_the_kl_term_pulls_towards_the_reference():
