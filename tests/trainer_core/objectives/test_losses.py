@@ -75,7 +75,7 @@ def test_a_value_within_the_clip_is_not_counted_as_clipped_by_rounding():
         found = value_loss(values, old, returns, 0.05)
         assert found.clipped.sum() == 0
         assert torch.equal(found.loss, value_loss(values, old, returns, None).loss)
-    beyond = value_loss(old + 0.06, old, old, 0.05)  # nearer to its return than the clipped value: no loss is added
+    beyond = value_loss(old + 0.06, old, old, 0.05)  # the clipped value is nearer to its return: no loss is added
     assert beyond.clipped.sum() == 0
     assert value_loss(old + 0.06, old, old + 1, 0.05).clipped.sum() == len(old)
 
