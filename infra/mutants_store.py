@@ -80,8 +80,8 @@ STORE = (
         "asked-over-stale-work",
         "what a lost rerun has made is taken for that of the next one",
         "storage/upkeep/redoing.py",
-        "    check_asked(root, run, recorded)\n    _check_wanted(",
-        "    _check_wanted(",
+        "    check_asked(root, run, recorded)\n    check_whole(",
+        "    check_whole(",
         _LOST,
     ),
     Mutant(
@@ -96,8 +96,8 @@ STORE = (
         "driven-over-stale-work",
         "a run goes on though the record of a rerun is lost",
         "flows/driving.py",
-        "                names(root, name)  # refuses to go on where the record of a rerun is lost\n",
-        "",
+        "name, names(root, name), config.rollout.ahead)\n                digest",
+        "name, names(root, name, None, read_revisions(root, name)), config.rollout.ahead)\n                digest",
         _LOOP,
     ),
     Mutant(
