@@ -105,7 +105,7 @@ def states(root: Root, run: str) -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, SYNC])
-@pytest.mark.parametrize("iteration", [1, 3])
+@pytest.mark.parametrize("iteration", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_stage_that_is_lost_in_the_middle_is_named_with_a_repair(finished, tmp_path, capfd, iteration, stage):
     root = copied(finished(), tmp_path / "runs")
     lose(root, (iteration, stage))
@@ -153,7 +153,7 @@ def test_the_newest_stages_are_simply_done_again(finished, tmp_path, lost):
     assert verify(root, RUN).sound
 
 
-@pytest.mark.parametrize("lost", [(LAST, Stage.ROLLOUT), (LAST, Stage.REWARD), (LAST, Stage.TRAIN), (LAST, SYNC)])
+@pytest.mark.parametrize("lost", [(LAST, stage) for stage in (Stage.ROLLOUT, Stage.TRAIN)])
 def test_the_newest_iteration_needs_what_comes_before_a_stage_that_is_there(finished, tmp_path, capfd, lost):
     root = copied(finished(), tmp_path / "runs")
     lose(root, lost)
@@ -179,7 +179,7 @@ def test_the_repair_begins_with_a_state_that_was_stored(finished, tmp_path, capf
     assert repaired(root, tmp_path, refused(root, tmp_path, capfd, "storage.save_every=3"), "storage.save_every=3") == 3
 
 
-@pytest.mark.parametrize(("lost", "last"), [(2, 0), (5, 4)])
+@pytest.mark.parametrize(("lost", "last"), [pytest.param(2, 0, marks=pytest.mark.slow), (5, 4)])
 def test_the_repair_begins_with_a_state_that_is_kept(finished, tmp_path, capfd, lost, last):
     root = copied(finished("storage.keep_newest=2"), tmp_path / "runs")
     lose(root, (lost, Stage.REWARD))
@@ -187,7 +187,9 @@ def test_the_repair_begins_with_a_state_that_is_kept(finished, tmp_path, capfd, 
     assert repaired(root, tmp_path, said, "storage.keep_newest=2") == last
 
 
-@pytest.mark.parametrize(("keep", "last"), [((), 2), (("storage.keep_newest=2",), 0)])
+@pytest.mark.parametrize(
+    ("keep", "last"), [((), 2), pytest.param(("storage.keep_newest=2",), 0, marks=pytest.mark.slow)]
+)
 def test_the_repair_of_a_run_that_samples_ahead_has_the_weights_that_sample(finished, tmp_path, capfd, keep, last):
     settings = ("rollout.ahead=2", *keep)
     root = copied(finished(*settings), tmp_path / "runs")
@@ -196,7 +198,7 @@ def test_the_repair_of_a_run_that_samples_ahead_has_the_weights_that_sample(fini
     assert repaired(root, tmp_path, said, *settings) == last
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, SYNC])
 def test_a_killed_run_has_no_hole(tmp_path, ahead, stage):
     root, last = open_root(str(tmp_path / "runs")), 3
