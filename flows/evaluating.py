@@ -27,6 +27,7 @@ from tasks.stages.scored import judges_of
 from tasks.stages.views import Prepared
 from tasks.sync_check import CheckedSync, check_sync
 from tasks.workers.fleet import Fleet, engines_on
+from tasks.workers.folders import claim
 from tasks.workers.hosts import transit
 
 
@@ -65,11 +66,11 @@ def choose_served(root: str, which: str, instead: str) -> tuple[Root, Chosen, Re
 def open_evaluation(run: str, root: Root, stored: StoredConfig, purpose: str = "evaluation") -> Iterator[RunContext]:
     """Open the context of an evaluation, or of a check beside the run; its processes and files go at the end."""
     sweep()
+    name = f"{claim(root.url, run)}:{purpose}"  # without a purpose it is that of the run's own processes
     with (
         process_cluster() as cluster,
-        transit(f"{run}:{purpose}", cluster.local) as folder,
-        # the processes of the run itself, which may be at work on the same cluster, have its plain name
-        Fleet(f"{run}:{purpose}", stored.config, cluster) as fleet,
+        transit(name, cluster.local) as folder,
+        Fleet(name, stored.config, cluster) as fleet,
         WriteBehind() as outbox,
     ):
         yield RunContext(run, root, stored.config, stored.digest, fleet, folder, outbox=outbox, folders=fleet.folders)
@@ -99,7 +100,7 @@ def check_engines(root: str, which: str, say: Callable[[str], object]) -> Checke
     store, chosen, _, stored = choose_served(root, which, "nothing can be compared")
     digests = _digests(store, chosen, say)
     cluster = process_cluster()
-    running = {} if cluster.local else engines_on(chosen.run, stored.config, cluster)
+    running = {} if cluster.local else engines_on(claim(store.url, chosen.run), stored.config, cluster)
     if not running:
         check_config(stored.config, store, prepared_stage(store, chosen.run))
     with open_evaluation(chosen.run, store, stored, "sync-check") as context:

@@ -35,7 +35,7 @@ from tasks.rewards.scoring import notices
 from tasks.stages.context import RunContext
 from tasks.workers.cluster import Cluster
 from tasks.workers.fleet import Fleet, release
-from tasks.workers.folders import check_folders, kept_in_memory
+from tasks.workers.folders import check_folders, claim, kept_in_memory
 from tasks.workers.hosts import transit
 from tasks.workers.logs import heard
 
@@ -90,11 +90,11 @@ def perform(
         progress.say(f"the Prefect server does not answer ({error}): the page of this flow run lacks its artifacts")
 
 
-def release_workers(name: str) -> int:
-    """End what a run has left on the cluster, and return how many processes that were; our own Ray leaves none. Raises
-    InputError or WorkerLost if the cluster does not answer."""
+def release_workers(name: str, root: str) -> int:
+    """End what a run of a root has left on the cluster, and return how many processes that were; our own Ray leaves
+    none. Raises InputError or WorkerLost if the cluster does not answer."""
     with process_cluster() as cluster:
-        return 0 if cluster.local else release(name, cluster)
+        return 0 if cluster.local else release(claim(root, name), cluster)
 
 
 def ready(name: str, root: str, config: RunConfig, held: Lease | None = None) -> Root:
@@ -123,8 +123,8 @@ def open_context(
         sweep()
         with (
             process_cluster() as cluster,
-            transit(name, cluster.local) as folder,
-            Fleet(name, config, cluster) as fleet,
+            transit(claim(root.url, name), cluster.local) as folder,
+            Fleet(claim(root.url, name), config, cluster) as fleet,
             injected(cluster.settings.faults, lambda: {**fleet.processes(), **host_processes()}),
             Subflows(name, config.run.iterations, progress.advanced) as page,
             WriteBehind() as outbox,

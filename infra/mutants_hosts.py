@@ -251,6 +251,14 @@ HOSTS = (
         ("tests/tasks/workers/test_unlike_hosts.py",),
     ),
     Mutant(
+        "claim-by-name-alone",
+        "runs of one name below two roots take, and end, each other's processes on a cluster",
+        "tasks/workers/folders.py",
+        "{run}~{value_digest(root)[: layout.DIGEST_CHARACTERS]}",
+        "{run}~",
+        ("tests/tasks/workers/test_scratch.py",),
+    ),
+    Mutant(
         "folder-of-a-host-is-anybodys",
         "a host fetches the files of a run into a folder that another user has made there",
         "tasks/workers/hosts.py",
@@ -270,8 +278,8 @@ HOSTS = (
         "unfit-host-ends-the-wait",
         "a host that cannot be used and joins after a loss ends the command, which could wait for another one",
         "tasks/workers/hosts.py",
-        "            if new and not earlier:\n",
-        "            if new:\n",
-        ("tests/tasks/workers/test_hosts.py",),
+        "    if unfit and not earlier:\n",
+        "    if unfit:\n",
+        ("tests/tasks/workers/test_unlike_hosts.py",),
     ),
 )

@@ -124,7 +124,7 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
     _quieten_prefect()
     with MemoryMeter() as meter:
         if complete := is_complete(root, order.run, order.config):
-            _release(order.run, say)
+            _release(order.run, root.url, say)
             tidy_complete(root, order.run, order.config, "ratchet run")
             finish_report(root, order.run, order.config, say)
         else:
@@ -170,10 +170,10 @@ def _run_flow(order: Order, root: Root, say: Say) -> None:
         say(f"{lost}. The run is complete; the page of its flow run is not")
 
 
-def _release(run: str, say: Say) -> None:
+def _release(run: str, root: str, say: Say) -> None:
     """Release processes of a completed run whose driver was killed at its end."""
     try:
-        release_workers(run)
+        release_workers(run, root)
     except RatchetError as failure:
         say(f"warning: the processes of the run on the cluster, if there are any, stay there: {failure}")
 

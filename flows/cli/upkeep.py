@@ -67,17 +67,17 @@ def stop_command(run: RunId, *, common: Common = Common()) -> int:
     store = common.of_run(run)
     with Output(json=common.json) as output:
         entry, ended = end_holder(store, run, _WAIT_S)
-        released = _release(run) if ended and not Settings.from_environment().local else None
+        released = _release(run, store.url) if ended and not Settings.from_environment().local else None
         process = None if entry is None else entry.owner.process
         stopped = Stopped(run=run, process=process, ended=ended, released=released)
         output.result(stopped, _stopped_lines(stopped))
     return 0 if ended else StageFailed.exit_code
 
 
-def _release(run: str) -> int:
+def _release(run: str, root: str) -> int:
     from flows.run import release_workers  # imports Prefect and Ray
 
-    return release_workers(run)
+    return release_workers(run, root)
 
 
 def _stopped_lines(stopped: Stopped) -> list[str]:

@@ -31,7 +31,7 @@ from tasks.workers.actors import (
     short_name,
 )
 from tasks.workers.cluster import Cluster
-from tasks.workers.folders import Folders
+from tasks.workers.folders import Folders, claimed
 from tasks.workers.hosts import HostFolders, Seats, give_up, reserve, reserve_all, this_node
 from tasks.workers.interface import EngineHandle, TrainerGroup, inside
 from tasks.workers.meeting import forget
@@ -170,7 +170,7 @@ class Fleet(AbstractContextManager["Fleet", None]):
             release(self._run, self._cluster)
         except RatchetError as failure:
             text = "the processes of run %s stay on the cluster: %s. `ratchet stop %s`, with its --root, ends them"
-            logger.warning(text, self._run, failure, self._run)
+            logger.warning(text, claimed(self._run), failure, claimed(self._run))
 
     def _reserve(self, role: str) -> None:
         """Have Ray keep room for a role (`trainers`, `engines`, `judge`) on a cluster. Raises as `reserve`."""

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from storage import layout
 from storage.backends.root import Root
+from storage.digest import value_digest
 from storage.errors import InputError
 from storage.manifest import Manifest, Part
 from storage.ownership.scratch import SHARED_MEMORY, left, scratch, short_place, taken
@@ -21,6 +23,22 @@ Wanted = Callable[[str], bool]
 
 _MARK = "mark"
 _REPAIR = "to a folder that can be written"
+
+
+def claim(root: str, run: str) -> str:
+    """The name under which the run of a root holds processes, room and folders on a cluster, where runs of other roots
+    may have the same name. A root that is moved meanwhile has another one."""
+    return f"{run}~{value_digest(root)[: layout.DIGEST_CHARACTERS]}"
+
+
+def claimed(name: str) -> str:
+    """The run that has claimed something under this name, or under one with a purpose after it."""
+    return name.partition("~")[0]
+
+
+def run_folder(run: str) -> Path:
+    """A run's own folder on each host, for files in transit."""
+    return Path(tempfile.gettempdir(), f"ratchet-of-{os.getuid()}-{run}")
 
 
 def owned(folder: Path) -> Path:

@@ -7,7 +7,6 @@ import fcntl
 import importlib.metadata
 import itertools
 import logging
-import os
 import platform
 import re
 import shutil
@@ -35,7 +34,7 @@ from storage.parts import PartWriter, materialize
 from tasks.config.code_version import code_version
 from tasks.config.environment import host_environment
 from tasks.workers.connection import CONNECTION
-from tasks.workers.folders import Folders, Wanted, owned
+from tasks.workers.folders import Folders, Wanted, claimed, owned, run_folder
 from trainer_core.protocol import SavedFiles
 
 _FIT_S = 10.0  # for which room is waited for: another run may just be ending
@@ -87,30 +86,29 @@ def reserve(run: str, role: str, bundles: Bundles, earlier: Sequence[str] = ()) 
     WorkerLost: there is no room any more, or a host does not answer."""
     deadline = time.monotonic() + (_AGAIN_S if earlier else _FIT_S)
     group, unfit = _kept(f"{run}/{role}", bundles), dict[str, RatchetError]()
-    while True:
-        group, silent = group or _group(run, role, bundles, unfit), None
-        if group.wait(max(1.0, min(_FIT_S, deadline - time.monotonic()))):
-            placed = placement_group_table(group)["bundles_to_node_id"]
-            nodes = tuple(placed[place] for place in range(len(bundles)))
-            found = flaws_of(sorted(set(nodes), key=lambda node: (node not in earlier, node)))
-            if not found:
-                return Seats(group, nodes)
-            new = {node: flaw for node, flaw in found.items() if _is_unfit(flaw, bool(earlier) > (node in earlier))}
-            silent = next(iter((new or found).values()))
-            if new and not earlier:
-                break
-            for flaw in new.values():
-                _tell(f"{flaw}. It is passed over while the {role} of run {run} wait for another host")
-            if new:  # a bundle cannot be moved alone
-                remove_placement_group(group)
-                group, silent, unfit = None, None, unfit | new
-        if time.monotonic() > deadline:
-            break
-        time.sleep(1)
-    if group is not None:
-        remove_placement_group(group)
-    told = "".join(f". Passed over: {flaw}" for flaw in unfit.values())
-    raise silent or (WorkerLost if earlier else InputError)(_no_room(run, role, bundles) + told)
+    try:
+        while True:
+            group, silent = group or _group(run, role, bundles, unfit), None
+            if group.wait(max(1.0, min(_FIT_S, deadline - time.monotonic()))):
+                placed = placement_group_table(group)["bundles_to_node_id"]
+                nodes = tuple(placed[place] for place in range(len(bundles)))
+                found = flaws_of(sorted(set(nodes), key=lambda node: (node not in earlier, node)))
+                if not found:
+                    return Seats(group, nodes)
+                silent = next(iter(found.values()))
+                if new := passed_over(found, earlier):
+                    for flaw in new.values():
+                        _tell(f"{flaw}. It is passed over while the {role} of run {claimed(run)} wait for another host")
+                    remove_placement_group(group)  # a bundle cannot be moved alone
+                    group, silent, unfit = None, None, unfit | new
+            if time.monotonic() > deadline:
+                told = "".join(f". Passed over: {flaw}" for flaw in unfit.values())
+                raise silent or (WorkerLost if earlier else InputError)(_no_room(run, role, bundles) + told)
+            time.sleep(1)
+    except RatchetError:
+        if group is not None:
+            remove_placement_group(group)
+        raise
 
 
 def give_up(run: str) -> None:
@@ -122,11 +120,6 @@ def give_up(run: str) -> None:
     others = sorted(_addresses().keys() - {this_node()})
     with suppress(WorkerLost):  # a host that dies takes its files along
         on_each(others, partial(shutil.rmtree, ignore_errors=True), str(run_folder(run)))
-
-
-def run_folder(run: str) -> Path:
-    """A run's own folder on each host, for files in transit."""
-    return Path(tempfile.gettempdir(), f"ratchet-of-{os.getuid()}-{run}")
 
 
 @contextmanager
@@ -313,6 +306,15 @@ def _other_library(host: str, there: HostFacts, first: str, facts: HostFacts) ->
     return f"{fact}: they may compute other numbers, so install the same on both"
 
 
+def passed_over(flaws: Mapping[str, RatchetError], earlier: Collection[str]) -> dict[str, RatchetError]:
+    """Those of these hosts that wait for a person, and of which others may take the place: after the loss of one of the
+    `earlier` hosts another may join. Raises the flaw of the first such host where a role begins."""
+    unfit = {node: flaw for node, flaw in flaws.items() if _is_unfit(flaw, bool(earlier) > (node in earlier))}
+    if unfit and not earlier:
+        raise next(iter(unfit.values()))
+    return unfit
+
+
 def _is_unfit(flaw: RatchetError, joined: bool) -> bool:
     """True if a host waits for a person, as one that has joined and where Ray can begin no process."""
     return isinstance(flaw, InputError) or (joined and isinstance(flaw.__cause__, WorkerCrashedError))
@@ -349,10 +351,10 @@ def _no_room(run: str, role: str, bundles: Bundles) -> str:
     each = ", ".join(f"{bundles[0][name]:g} {name}" for name in names)
     hosts = ", ".join(sorted(_addresses().values()))
     return (
-        f"there is no room on the Ray cluster for the {role} of run {run}: {asked} are needed, {each} together on one "
-        f"host, and there are {had} on {len(_addresses())} hosts ({hosts}). End another run (`ratchet stop "
-        "RUN --root ROOT`), start Ray on another host, or "
-        "choose a smaller layout under [train.parallel] or engine.count"
+        f"there is no room on the Ray cluster for the {role} of run {claimed(run)}: {asked} are needed, {each} "
+        f"together on one host, and there are {had} on {len(_addresses())} hosts ({hosts}). End another run "
+        "(`ratchet stop RUN --root ROOT`), start Ray on another host, or choose a smaller layout under "
+        "[train.parallel] or engine.count"
     )
 
 

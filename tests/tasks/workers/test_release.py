@@ -1,4 +1,5 @@
-"""Resources of a run on a cluster are released when it is complete, and by `ratchet stop`; other runs keep theirs."""
+"""Resources of a run on a cluster are released when it is complete, and by `ratchet stop`; other runs keep theirs, also
+one of the same name below another root."""
 
 import os
 import subprocess
@@ -11,6 +12,7 @@ import ray
 from tasks.config.environment import Settings
 from tasks.workers.actors import find_groups, fresh_names, group_name, spawn
 from tasks.workers.cluster import Cluster
+from tasks.workers.folders import claim
 from tasks.workers.kept_by_ray import RayStore
 from tasks.workers.meeting import left
 
@@ -24,13 +26,15 @@ from tests.small.config import small_config
 cluster = Cluster(Settings.from_environment())
 assert not cluster.local
 if sys.argv[1] == "stop":
-    print(release("run", cluster))
+    print(release(sys.argv[2], cluster))
     raise SystemExit
-with Fleet("run", small_config(), cluster):
+with Fleet(sys.argv[2], small_config(), cluster):
     cluster.start()
     if sys.argv[1] == "fail":
         raise KeyboardInterrupt
 """
+
+RUN, OTHER = claim("file:///a", "run"), claim("file:///b", "run")
 
 
 @pytest.fixture
@@ -53,21 +57,21 @@ def leave(run: str, count: int) -> str:
 
 def carry_out(how: str) -> str:
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    done = subprocess.run([sys.executable, "-c", BLOCK, how], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", BLOCK, how, RUN], env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == (how != "fail"), done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 def test_a_run_that_ends_well_or_is_stopped_leaves_nothing_on_the_cluster(cluster):
-    groups = [leave(run, count) for run, count in (("run", 2), ("run", 1), ("run-2", 1))]
+    groups = [leave(run, count) for run, count in ((RUN, 2), (RUN, 1), (OTHER, 1))]
     carry_out("fail")
-    assert len(find_groups("run")) == 2
+    assert len(find_groups(RUN)) == 2
     assert all(left(group) for group in groups)
     carry_out("succeed")
-    assert find_groups("run") == {}
+    assert find_groups(RUN) == {}
     assert [bool(left(group)) for group in groups] == [False, False, True]
-    assert list(find_groups("run-2")) == [groups[2]]
-    leave("run", 3)
+    assert list(find_groups(OTHER)) == [groups[2]]
+    leave(RUN, 3)
     assert carry_out("stop") == "3\n"
-    assert find_groups("run") == {}
+    assert find_groups(RUN) == {}

@@ -10,7 +10,7 @@ from storage.backends.root import open_root
 from storage.errors import InputError
 from storage.manifest import Manifest
 from storage.ownership.scratch import scratch, sweep
-from tasks.workers.folders import kept_in_memory, owned
+from tasks.workers.folders import claim, claimed, kept_in_memory, owned, run_folder
 from tasks.workers.hosts import _fetch
 
 LEAVE_MARKED = """
@@ -99,6 +99,13 @@ def test_a_folder_of_another_user_is_not_taken_over(monkeypatch):
         with kept_in_memory("run c") as own:
             assert not (own / "state").exists()
     assert folder in sweep()
+
+
+def test_runs_of_one_name_below_two_roots_hold_nothing_in_common_on_a_cluster():
+    ours, theirs = claim("s3://a/runs", "run"), claim("s3://b/runs", "run")
+    assert not ours.startswith(theirs)
+    assert run_folder(ours) != run_folder(theirs)
+    assert claimed(ours) == claimed(theirs) == claimed(f"{ours}:evaluation") == "run"
 
 
 def test_a_folder_of_a_run_that_another_user_has_made_is_refused(tmp_path, monkeypatch):

@@ -11,11 +11,11 @@ import pytest
 from ray._private.services import GCS_SERVER_EXECUTABLE
 from ray.exceptions import GetTimeoutError, WorkerCrashedError
 
-from storage.errors import InputError
+from storage.errors import InputError, RatchetError, WorkerLost
 from tasks.config.environment import Settings, without_ray_token
 from tasks.workers import cluster
 from tasks.workers.cluster import Cluster
-from tasks.workers.hosts import HostFacts, compared, host_facts, unanswered, unlike
+from tasks.workers.hosts import HostFacts, compared, host_facts, passed_over, unanswered, unlike
 
 HERE = HostFacts("0.1.0+a", "3.12.3", 1000.0)
 AFTER = HERE._replace(clock=1030.0)  # the others took their time to answer
@@ -55,6 +55,18 @@ def test_hosts_of_a_role_have_the_same_libraries_whatever_this_one_has(libraries
     assert found[1] is None
     assert re.search(words, found[2] or "")
     assert host_facts().libraries["torch"] == importlib.metadata.version("torch")
+
+
+def test_a_host_that_joins_after_a_loss_and_cannot_be_used_is_passed_over_and_one_of_a_beginning_is_refused():
+    unfit, silent = InputError("host 10.0.0.3 has Python 3.12.9"), WorkerLost("host 10.0.0.2 does not answer")
+    full = unanswered("10.0.0.4", crashed := WorkerCrashedError())
+    full.__cause__ = crashed
+    flaws: dict[str, RatchetError] = {"two": silent, "three": unfit, "four": full}
+    assert passed_over(flaws, ["one", "two"]) == {"three": unfit, "four": full}
+    assert passed_over(flaws, ["two", "four"]) == {"three": unfit}  # a process died on a host that has served before
+    with pytest.raises(InputError, match=r"3\.12\.9"):
+        passed_over(flaws, [])
+    assert passed_over({"two": silent, "four": full}, []) == {}
 
 
 @pytest.mark.parametrize("clock", [945.0, 1000.0, 1030.0, 1085.0])
