@@ -49,6 +49,9 @@ def made(tmp_path, more=""):
     prepared = commit(root, manifest(Stage.PREPARE, 0, parts, config_digest=digest, facts=FACTS))
     for iteration in range(3):
         inputs = {"prepare": prepared.digest}
+        for stage in (Stage.ROLLOUT, Stage.REWARD) if iteration else ():
+            scored = commit(root, manifest(stage, iteration, config_digest=digest, inputs=inputs))
+            inputs = {**inputs, str(stage): scored.digest}
         state = (PartWriter(root, RUN, iteration, Stage.TRAIN).write_bytes("state", b"weights"),)
         trained = commit(root, manifest(Stage.TRAIN, iteration, state, config_digest=digest, inputs=inputs))
         commit(root, manifest(Stage.WEIGHT_SYNC, iteration, config_digest=digest, inputs={"train": trained.digest}))

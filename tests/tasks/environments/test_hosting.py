@@ -229,8 +229,8 @@ def test_an_environment_that_is_frozen_is_a_failure_that_is_named_and_is_ended_w
     section = EnvironmentSection(function=f"{FILE}:Once", arguments={"marks": str(tmp_path), "how": how})
 
     async def play(host):
-        (before,) = psutil.Process().children()
         async with await host.open() as other:
+            before = psutil.Process(*host_processes().values())
             for told in (True, False):  # a fresh environment takes its place
                 async with await host.open() as opened:
                     for asked in (BEGIN, {"action": "1"}):
