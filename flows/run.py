@@ -119,12 +119,13 @@ def open_context(
     """Open the context of the stages. Its processes and files end with the block; those of a killed process go first.
 
     What a killed process of this run has left in shared memory, its last state, is taken over."""
+    held = claim(root.url, name)
     with kept_in_memory(value_digest([root.url, name])) as memory:
         sweep()
         with (
             process_cluster() as cluster,
-            transit(claim(root.url, name), cluster.local) as folder,
-            Fleet(claim(root.url, name), config, cluster) as fleet,
+            transit(held, cluster.local) as folder,
+            Fleet(held, config, cluster) as fleet,
             injected(cluster.settings.faults, lambda: {**fleet.processes(), **host_processes()}),
             Subflows(name, config.run.iterations, progress.advanced) as page,
             WriteBehind() as outbox,

@@ -9,7 +9,7 @@ from typing import cast
 import pyarrow as pa
 from pydantic import BaseModel, computed_field
 
-from flows.views.history import evaluation_due, stages_of
+from flows.views.history import evaluation_due
 from storage import layout
 from storage.backends.root import Root
 from storage.manifest import Manifest, find
@@ -17,7 +17,7 @@ from storage.ownership.scratch import scratch
 from storage.parts import materialize, read_parts, read_table
 from storage.schema import EVALUATION, REWARD, ROLLOUT, TRAINER
 from storage.unfinished import read_piece
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 from tasks.stages.views import TRAINER_TABLE
 
 _TABLES = {Stage.ROLLOUT: ROLLOUT, Stage.REWARD: REWARD, Stage.EVALUATE: EVALUATION}
@@ -74,7 +74,7 @@ class Pair:
         tally, differences = Counter[str](), list[Difference]()
         for iteration in range(iterations + 1):
             due = evaluation_due(iteration, iterations, evaluated_every)
-            for stage in stages_of(iteration):
+            for stage in map(Stage, WORKFLOW.stages_of(iteration)):
                 if stage != Stage.EVALUATE or due:
                     planted = plant if iteration == iterations else None
                     found = self._stage(iteration, stage, tally, planted)

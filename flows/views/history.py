@@ -15,10 +15,10 @@ from storage.ids import Workflow
 from storage.manifest import Manifest, find, load
 from storage.parallel import each
 from storage.revisions import Revisions, read_revisions
-from storage.upkeep.catalog import names
+from storage.upkeep.catalog import Names, names
 from tasks.config.evaluation import PASS
 from tasks.config.run import RunConfig
-from tasks.stages.names import ITERATION, PREPARATION, RETRAINING, WORKFLOW, Stage
+from tasks.stages.names import ITERATION, RETRAINING, WORKFLOW, Stage
 from tasks.stages.views import Selected
 
 Metrics = Mapping[str, Mapping[str, float | None]]
@@ -100,11 +100,6 @@ class IterationRecord(BaseModel, frozen=True, extra="forbid"):
     row: Row
 
 
-def stages_of(iteration: int) -> tuple[Stage, ...]:
-    """The stages of an iteration of a run that samples for itself, in their order."""
-    return ITERATION if iteration else PREPARATION
-
-
 def wanted_stages(config: RunConfig, iteration: int) -> tuple[Stage, ...]:
     unscored = () if config.train.policy.needs_rewards else (Stage.REWARD,)
     again = config.retrain is not None and config.retrain.rescore
@@ -158,7 +153,11 @@ def next_after(ended: int, last: int, config: RunConfig, done: Callable[[int, St
 
 def read_history(root: Root, run: str, revisions: Revisions | None = None) -> list[IterationRecord]:
     """All iterations that have begun, from 0. Reads each manifest once; `revisions` as for `read_record`."""
-    newest = names(root, run, revisions=revisions).newest
+    return history_of(root, names(root, run, revisions=revisions))
+
+
+def history_of(root: Root, recorded: Names) -> list[IterationRecord]:
+    newest = recorded.newest
     places = list(itertools.takewhile(bool, (_places(newest, iteration) for iteration in itertools.count())))
     manifests = iter(each(lambda place: load(root, newest[place]), itertools.chain(*places), _READERS))
     history: list[IterationRecord] = []
@@ -175,17 +174,17 @@ def read_record(root: Root, run: str, iteration: int, revisions: Revisions | Non
     seen = read_revisions(root, run) if revisions is None else revisions
     before = names(root, run, iteration - 1, seen).newest if iteration else {}
     last = [load(root, before[place]) for place in _places(before, iteration - 1)[-1:]]
-    return record_of(read_iteration(root, run, iteration, seen), next(iter(last), None))
+    return record_of(manifests_of(root, names(root, run, iteration, seen), iteration), next(iter(last), None))
 
 
-def read_iteration(root: Root, run: str, iteration: int, revisions: Revisions | None = None) -> list[Manifest]:
-    """The committed manifests of one iteration, in the order of work; `revisions` as for `read_record`."""
-    newest = names(root, run, iteration, revisions).newest
-    return each(lambda place: load(root, newest[place]), _places(newest, iteration), len(ITERATION))
+def manifests_of(root: Root, recorded: Names, iteration: int) -> list[Manifest]:
+    """The committed manifests of one iteration, in the order of work."""
+    places = _places(recorded.newest, iteration)
+    return each(lambda place: load(root, recorded.newest[place]), places, len(ITERATION))
 
 
 def _places(newest: Mapping[tuple[int, str], str], iteration: int) -> list[tuple[int, str]]:
-    stages = (*stages_of(iteration), *_SELECTING)
+    stages = (*WORKFLOW.stages_of(iteration), *_SELECTING)
     return [(iteration, stage) for stage in stages if (iteration, stage) in newest]
 
 

@@ -4,6 +4,7 @@ Of a long run the newest iterations and the first comparable values are read: be
 all names (one request for a thousand of them) some forty requests for any run."""
 
 import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,12 +13,11 @@ from pydantic import BaseModel
 from flows.views.history import (
     PLOT,
     IterationRecord,
-    ended_iterations,
     evaluation_due,
+    history_of,
     last_iteration,
+    manifests_of,
     next_after,
-    read_history,
-    read_iteration,
     record_of,
     run_troubles,
     seconds_per_iteration,
@@ -28,10 +28,10 @@ from flows.views.table import EVALUATED_BY
 from storage import layout
 from storage.backends.root import Root
 from storage.ids import check_run_name
-from storage.manifest import Manifest, find
+from storage.manifest import Manifest, load
 from storage.parallel import each
-from storage.revisions import Revisions, read_revisions
-from storage.upkeep.catalog import names
+from storage.revisions import read_revisions
+from storage.upkeep.catalog import Names, names
 from storage.upkeep.holes import hole
 from storage.upkeep.redoing import unfinished
 from tasks.config.evaluation import EXACT, PASS, SCORED_BY
@@ -131,9 +131,10 @@ def read_status(root: Root, run: str, whole: bool = False) -> RunStatus:
     revisions = read_revisions(root, check_run_name(run))
     config = read_config(root, run, revisions).config
     begun = unfinished(root, run, revisions)
+    recorded = names(root, run, revisions=revisions)
     # a continued run may have more iterations than it was started with
-    found = read_newest(root, run, config, revisions, whole)
-    lost = hole(root, workflow_of(config), run, names(root, run, revisions=revisions), config.rollout.ahead)
+    found = read_newest(root, run, config, recorded, whole)
+    lost = hole(root, workflow_of(config), run, recorded, config.rollout.ahead)
     troubles = [(one.iteration, one.troubles) for one in found.records if Stage.ROLLOUT in one.done]
     going_on, key = found.first <= found.last and lost is None, layout.report_key(run, PLOT)
     return RunStatus(
@@ -173,23 +174,26 @@ class Newest:
     changes: Changes
 
 
-def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, whole: bool = False) -> Newest:
+def read_newest(root: Root, run: str, config: RunConfig, recorded: Names, whole: bool = False) -> Newest:
     """Read the newest iterations of a run, and its first figures; all if `whole`, or if it trains on stored samples."""
-    asked, every = last_iteration(root, run, config), config.evaluate.every
+
+    def done(iteration: int, stage: str) -> bool:
+        return (iteration, stage) in recorded.newest
+
     numbers = map(layout.iteration_of, root.folders(layout.manifest_folder(run)))
     begun = max((number for number in numbers if number is not None), default=-1) + 1
+    ends, every = workflow_of(config).ends_iteration, config.evaluate.every
+    ended = next(number for number in itertools.count() if not done(number, ends))
+    last = max(last_iteration(root, run, config), begun - 1)
+    first = next_after(ended, last, config, done)
     if whole or begun <= SHORT or config.retrain is not None:
-        history = read_history(root, run, revisions)
-        last = max(asked, len(history) - 1)
-        return Newest(tuple(history), _next_of(history, last, config), last, changes_of(history))
-    ended, last = _ended(root, run, begun, revisions), max(asked, begun - 1)
-    records = _window(root, run, range(ended - _NEWEST, min(ended + 1, begun)), revisions)
-    done = {(one.iteration, stage) for one in records for stage in one.done}
-    first = next_after(ended, last, config, lambda iteration, stage: (iteration, stage) in done)
-    begun_at = _Earlier(root, run, revisions, records)
-    earlier = [*begun_at.alike(Stage.REWARD, range(1, records[0].iteration), (SCORED_BY,))]
+        history = history_of(root, recorded)
+        return Newest(tuple(history), first, last, changes_of(history))
+    records = _window(root, recorded, range(ended - _NEWEST, min(ended + 1, begun)))
+    begun_at, shown = _Earlier(root, recorded, records), max(ended - _NEWEST + 1, 0)
+    earlier = [*begun_at.alike(Stage.REWARD, range(1, shown), (SCORED_BY,))]
     if every:
-        evaluations = range(0, records[0].iteration, every)
+        evaluations = range(0, shown, every)
         earlier += begun_at.alike(Stage.EVALUATE, evaluations[-1:], ())
         for by in ((EVALUATED_BY,), (EVALUATED_BY, PASS)):
             earlier += begun_at.alike(Stage.EVALUATE, evaluations, by)
@@ -200,8 +204,7 @@ def read_newest(root: Root, run: str, config: RunConfig, revisions: Revisions, w
 @dataclass(frozen=True)
 class _Earlier:
     root: Root
-    run: str
-    revisions: Revisions
+    recorded: Names
     newest: list[IterationRecord]
 
     def alike(self, stage: Stage, numbers: range, by: Sequence[str]) -> list[IterationRecord]:
@@ -218,28 +221,13 @@ class _Earlier:
         return [one for one in found if one is not None]
 
     def record(self, iteration: int, stage: Stage) -> IterationRecord | None:
-        manifest = find(self.root, self.run, iteration, stage, self.revisions)
-        return None if manifest is None else record_of([manifest], None)
+        key = self.recorded.newest.get((iteration, stage))
+        return None if key is None else record_of([load(self.root, key)], None)
 
 
-def _next_of(history: Sequence[IterationRecord], last: int, config: RunConfig) -> int:
-    done = {(one.iteration, stage) for one in history for stage in one.done}
-    ends = Stage.WEIGHT_SYNC if config.retrain is None else Stage.TRAIN
-    ended = next((number for number in range(len(history)) if (number, ends) not in done), len(history))
-    return next_after(ended, last, config, lambda iteration, stage: (iteration, stage) in done)
-
-
-def _ended(root: Root, run: str, begun: int, revisions: Revisions) -> int:
-    """Number of iterations with synced weights: nearly always all that have begun, or all but one."""
-    for number in (begun, begun - 1):
-        if find(root, run, number - 1, Stage.WEIGHT_SYNC, revisions) is not None:
-            return number
-    return ended_iterations(root, run, begun)
-
-
-def _window(root: Root, run: str, numbers: range, revisions: Revisions) -> list[IterationRecord]:
+def _window(root: Root, recorded: Names, numbers: range) -> list[IterationRecord]:
     """Records of the iterations after the first, whose end is needed to time the second."""
-    found = each(lambda number: read_iteration(root, run, number, revisions), numbers, _READERS)
+    found = each(lambda number: manifests_of(root, recorded, number), numbers, _READERS)
     records: list[IterationRecord] = []
     before: Manifest | None = found[0][-1] if found[0] else None
     for manifests in filter(None, found[1:]):

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flows.views.history import stages_of
 from infra.bench.cases import CASES, CaseName, LayoutName
 from storage.backends.root import open_root
 from storage.errors import InputError, StageFailed
@@ -21,7 +20,7 @@ from storage.manifest import Manifest, find
 from tasks.config.document import completed, folder_of, read_document
 from tasks.config.environment import Settings, child_python_path
 from tasks.config.run import RunConfig
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 
 RUN = "loop"
 CONFIG, DIRECT, ROOT = "config.json", "direct.json", "runs"
@@ -282,7 +281,9 @@ def measured(
 def read_stages(folder: Path, iterations: int) -> list[Timed]:
     """The committed stages of the run in a folder."""
     root = open_root(str(folder / ROOT))
-    manifests = [find(root, RUN, number, stage) for number in range(iterations + 1) for stage in stages_of(number)]
+    manifests = [
+        find(root, RUN, number, stage) for number in range(iterations + 1) for stage in WORKFLOW.stages_of(number)
+    ]
     return [Timed.of(one) for one in manifests if one is not None]
 
 

@@ -229,16 +229,16 @@ def beyond(requests: list[str]) -> int:
 
 def make_long_run(folder: Path, iterations: int = LONG) -> None:
     """The manifests of a run of 5,000 iterations."""
-    from flows.views.history import stages_of
     from storage import records
     from storage.backends.root import open_root
     from tasks.config.stored import record_config
+    from tasks.stages.names import WORKFLOW, Stage
     from tests.flows.runs import make_manifest
 
     root = open_root(str(folder))
     digest = record_config(root, "long", small(iterations))
     for iteration in range(iterations + 1):
-        for stage in stages_of(iteration):
+        for stage in map(Stage, WORKFLOW.stages_of(iteration)):
             manifest = make_manifest("long", iteration, stage, config_digest=digest)
             path = folder / manifest.key
             path.parent.mkdir(parents=True, exist_ok=True)

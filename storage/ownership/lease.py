@@ -95,7 +95,7 @@ class Lease:
             self._append("renewed", self.root if patience is None else self.root.cap_patience(patience))
 
     def prune(self) -> None:
-        log.prune(self.root, self.run, self._entry.number)
+        log.prune(self.root, self.run, self._entry.number, log.KEPT_ENTRIES)
 
     def release(self) -> None:
         """Free the run for another process at once; a lease that is already lost stays lost."""
@@ -254,7 +254,7 @@ def unlock(root: Root, run: str, owner: Owner, *, force: bool = False, clock: Cl
     try:
         winner = log.append(root, run, entry)
     except StorageUnavailable:  # a full disk: entries that others followed make room, if there are any
-        log.prune(root, run, entry.number, kept=1)
+        log.prune(root, run, entry.number - 1, kept=1)
         winner = log.append(root, run, entry)
     return (True, explanation) if winner == entry else (False, explain(run, winner, clock))
 

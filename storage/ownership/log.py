@@ -85,9 +85,9 @@ def append(root: Root, run: str, entry: Entry) -> Entry:
     return newest(root, run) or entry
 
 
-def prune(root: Root, run: str, number: int, kept: int | None = None) -> None:
-    """Remove entries far before `number`, which is or was the newest; all but `kept` before it, if that is given."""
-    old = [one for one in _numbers(root, run) if one < number - (KEPT_ENTRIES - 1 if kept is None else kept)]
+def prune(root: Root, run: str, number: int, kept: int) -> None:
+    """Remove entries up to `number`, but for the newest `kept` of them."""
+    old = [one for one in _numbers(root, run) if one <= number - kept]
     each(lambda one: root.remove(layout.lease_key(run, one)), old[:_PRUNED_AT_ONCE], _REMOVERS)
 
 

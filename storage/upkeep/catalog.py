@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Literal
 
 from pydantic import BaseModel
@@ -76,8 +77,8 @@ class Names:
         """Iterations of which a stage's manifest counts and is not retired, sorted."""
         return sorted(at for (at, name), key in self.newest.items() if name == stage and key not in self.retired)
 
-    @property
-    def newest(self) -> dict[tuple[int, str], str]:
+    @cached_property
+    def newest(self) -> Mapping[tuple[int, str], str]:
         """Key of each stage's manifest that counts, by iteration and stage: that of the head, or of `seen_from`."""
         places = ((key, layout.place_of(key)) for key in self.manifests)
         of = self.revisions.of

@@ -10,13 +10,12 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server.temporary import TemporaryServer, drain
-from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
 from storage.manifest import Manifest, commit
 from tasks.config.document import parse_config
 from tasks.config.run import RunConfig
 from tasks.config.stored import record_config
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 from tests.flows.runs import MINIMAL, MakeRun, make_manifest
 
 
@@ -44,7 +43,7 @@ def make_run(root: Root, config: RunConfig) -> MakeRun:
     ) -> None:
         digest = record_config(root, run, config)
         for iteration in range(complete + 1):
-            for stage in stages_of(iteration):
+            for stage in map(Stage, WORKFLOW.stages_of(iteration)):
                 if stage != Stage.EVALUATE or iteration not in unevaluated:
                     one = make_manifest(run, iteration, stage, config_digest=digest)
                     commit(root, one.model_copy(update=more(one)))

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.views.history import stages_of
 from storage.backends.root import Root
 from storage.manifest import find, need
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import PIECES
 
 
@@ -67,7 +66,7 @@ def check_explained(kind: Kind, state: Any, store: Root) -> dict[Stage, Any]:
     assert state.is_failed(), state
     for words in (*kind.words, f"{kind.during} of iteration 1", f"kept in {store.folder}/a", "Retry repeats only the"):
         assert words in state.message
-    order = [one for one in stages_of(1) if one != Stage.EVALUATE]
+    order = [one for one in WORKFLOW.stages_of(1) if one != Stage.EVALUATE]
     made = {stage: need(store, "a", 1, stage) for stage in order if find(store, "a", 1, stage)}
     assert list(made) == order[: order.index(kind.stage)]
     return made

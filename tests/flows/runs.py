@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from flows.views.history import stages_of
 from storage.manifest import Manifest
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 
 MINIMAL = """
 [run]
@@ -31,7 +30,7 @@ MakeRun = Callable[..., None]
 
 def make_manifest(run: str, iteration: int, stage: Stage, writer: str = "host:1", config_digest: str = "") -> Manifest:
     # iteration n takes 10 s, a second for each stage from its beginning
-    index = stages_of(iteration).index(stage)
+    index = WORKFLOW.stages_of(iteration).index(stage)
     started = START + timedelta(seconds=10 * iteration + index)
     figures = {name: value * (1 + iteration) for name, value in METRICS.get(stage, {}).items()}
     return Manifest(

@@ -8,12 +8,11 @@ import pyarrow as pa
 import pytest
 
 from flows.proof.compare import Pair, column_difference
-from flows.views.history import stages_of
 from storage.backends.root import Root, open_root
 from storage.manifest import Manifest, commit
 from storage.parts import PartWriter
 from storage.schema import REWARD
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 from tests.flows.runs import make_manifest
 from tests.storage.tables import scored_table
 
@@ -27,7 +26,7 @@ def rewards(values: list[float]) -> pa.Table:
 
 def make_run(root: Root, change: Change = lambda manifest: manifest, score: float = 1.0) -> Root:
     for iteration in (0, 1):
-        for stage in stages_of(iteration):
+        for stage in map(Stage, WORKFLOW.stages_of(iteration)):
             manifest = make_manifest("a", iteration, stage, writer=root.url)
             if stage == Stage.REWARD:
                 table = rewards([0.0] * (ROWS - 1) + [score])

@@ -66,7 +66,7 @@ def test_a_history_and_a_status_read_each_manifest_once(make_run: MakeRun, root:
     for key in manifests:
         assert sum(key in request for request in asked) == 1
     # the configuration, revisions, which iterations there are, all names again, and whether there is a plot
-    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 3 + 5
+    assert len(requests_of(lambda: read_status(root, "a"))) <= len(manifests) + 3 + 4
 
 
 @pytest.mark.slow

@@ -3,10 +3,11 @@
 import pytest
 
 from flows.views.curves import store_plot
-from flows.views.status import Change, read_status
+from flows.views.status import SHORT, Change, read_status
+from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
-from tasks.stages.names import Stage
+from tasks.stages.names import WORKFLOW, Stage
 from tests.flows.runs import MakeRun
 
 
@@ -52,3 +53,12 @@ def test_an_unknown_run_is_refused(make_run: MakeRun, root: Root):
     make_run("a", 1)
     with pytest.raises(InputError, match="no run 'b' in file://"):
         read_status(root, "b")
+
+
+def test_the_status_of_a_long_run_says_that_its_first_iteration_is_lost(make_run: MakeRun, root: Root):
+    make_run("a", SHORT + 2)
+    for stage in map(Stage, WORKFLOW.stages_of(0)):
+        root.remove(layout.manifest_key("a", 0, stage, 0))
+    status = read_status(root, "a")
+    assert (status.complete, status.current, status.history, status.iterations) == (False, None, (), 0)
+    assert "manifests/000000/prepare.r0.json is lost" in status.warnings[0]
