@@ -25,7 +25,7 @@ from prefect import Task, flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException
+from prefect.exceptions import Pause, PrefectException
 from prefect.states import Cancelled, Completed, Failed
 
 from flows.views.artifacts import this_flow_run
@@ -266,14 +266,14 @@ class _Iteration:
         shown: list[tuple[UUID, State[Any]]] = []
 
         def body(number: int) -> State[Any]:
-            identity = this_flow_run()
+            identity, end = this_flow_run(), Cancelled(message=f"iteration {number} was suspended")
             self.turn.release()
             try:
                 end = self._show(subflow=True)
-                if identity is not None:
-                    shown.append((identity, end))
                 return end
             finally:
+                if identity is not None:
+                    shown.append((identity, end))
                 self.turn.acquire()
 
         made = flow(name="iteration", flow_run_name=f"{self.run} iteration {{number}}", persist_result=False)(body)
@@ -284,8 +284,9 @@ class _Iteration:
                     for identity, _ in shown:
                         _forget(identity)
                     shown.clear()
-        except _SERVER_ERRORS as error:
-            logger.warning("the subflow run of iteration %d is not up to date: %s", self.number, error)
+        except (Pause, *_SERVER_ERRORS) as error:  # Prefect ends no subflow run of a flow run that a person suspends
+            if not isinstance(error, Pause):
+                logger.warning("the subflow run of iteration %d is not up to date: %s", self.number, error)
             for identity, end in shown:
                 _report(identity, end)
 

@@ -20,7 +20,7 @@ from prefect import Flow, flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException
+from prefect.exceptions import Pause, PrefectException
 from prefect.runtime import deployment, flow_run
 from prefect.settings import get_current_settings
 from prefect.states import Cancelled, Failed
@@ -123,6 +123,12 @@ def attempt(asked: Asked, work: Callable[[], State[Any]]) -> State[Any]:
                 state = work()
             else:
                 state = waiting(asked.run, work, begun + 60 * asked.patience_minutes, logger.info)
+        except Pause:
+            logger.info(
+                "suspended: what was committed is kept, and Resume continues. After the time that was given with "
+                "Suspend the server makes this flow run Failed; then Retry continues"
+            )
+            raise
         except (RatchetError, MemoryError) as error:
             return _failed(error, asked, lines)
     logger.info("%s", state.message)

@@ -80,7 +80,7 @@ def _continued(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
 
 def _next(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> State[None]:
     if state.is_cancelling():
-        return Cancelled(message="its worker ended before it could be cancelled; its run can be continued")
+        return Cancelled(message="its process ended before its worker could cancel it; its run can be continued")
     if not state.is_crashed():
         return AwaitingRetry(message="its process is gone; it continues with what is committed once there is a worker")
     count = crashes(client.read_flow_run_states(flow_run.id))

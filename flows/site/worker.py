@@ -7,11 +7,14 @@ import runpy
 import sys
 import threading
 import time
+from typing import Any
+from uuid import UUID
 
 import httpx
 import psutil
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
+from prefect.runner import Runner
 
 from flows.site.reconciling import reconcile
 from flows.site.registration import POOL
@@ -29,9 +32,22 @@ def main() -> None:
     for name in _QUIET:
         logging.getLogger(name).addFilter(is_warning)  # the log of a flow run begins with what it will do
     alone = kind == _PROCESS and is_of_a_site()  # else others of the pool have processes of their own
+    forget_cancels()
     threading.Thread(target=_look_after, args=(alone,), daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", kind]
     runpy.run_module("prefect", run_name="__main__", alter_sys=True)
+
+
+def forget_cancels() -> None:
+    """Let a flow run that was cancelled and retried be cancelled again: Prefect's runner ignores the second Cancel of
+    one flow run, which then goes on to its end."""
+    execute = Runner.execute_flow_run
+
+    async def executed(self: Runner, flow_run_id: UUID, *given: Any, **more: Any) -> Any:
+        self._cancelling_flow_run_ids.discard(flow_run_id)  # pyright: ignore[reportPrivateUsage]
+        return await execute(self, flow_run_id, *given, **more)
+
+    Runner.execute_flow_run = executed
 
 
 def is_warning(record: logging.LogRecord) -> bool:

@@ -12,10 +12,14 @@ from uuid import UUID
 
 import pytest
 from prefect import flow
+from prefect._flow_run_suspension import mark_flow_run_suspension_requested
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterParentFlowRunId
-from prefect.client.schemas.objects import State, TaskRun
+from prefect.client.schemas.objects import State, StateDetails, StateType, TaskRun
+from prefect.exceptions import Pause
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Suspended
 from rich.console import Console
 
 from flows.driving import Drive
@@ -158,6 +162,28 @@ def test_an_iteration_that_never_began_is_not_shown(prefect_api: str, root: Root
     assert tasks["a iteration 0"]["evaluate-0"] == "Failed"
     with get_client(sync_client=True) as client:
         assert len(read_tasks(client, state.state_details.flow_run_id)) == 1  # the one that stands for the subflow
+
+
+@pytest.mark.slow
+def test_a_suspended_flow_run_ends_after_the_stage_under_way_and_leaves_no_subflow_running(
+    prefect_api: str, root: Root, tmp_path: Path
+):
+    asked: list[UUID] = []
+
+    def at(point: Point, key: str) -> None:
+        if point is Point.STARTED and layout.place_of(key) == (1, Stage.ROLLOUT):
+            asked.append(UUID(flow_run.get_root_flow_run_id()))
+            # as Prefect does in the process of a deployment's flow run, when a person presses Suspend
+            mark_flow_run_suspension_requested(asked[0], Suspended())
+
+    with pytest.raises(Pause):
+        drive(root, tmp_path / "scratch", at)
+    assert need(root, "a", 1, Stage.ROLLOUT)
+    assert find(root, "a", 1, Stage.REWARD) is None
+    subflows, _ = found(State(type=StateType.PAUSED, state_details=StateDetails(flow_run_id=asked[0])), {"rollout-1"})
+    assert subflows["a iteration 1"] == "Cancelled"
+    assert {*subflows.values()} <= {"Completed", "Cancelled"}
+    assert drive(root, tmp_path / "again", lambda *_: None).is_completed()
 
 
 @pytest.mark.slow

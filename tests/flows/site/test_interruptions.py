@@ -14,11 +14,11 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.client.schemas.sorting import FlowRunSort
-from prefect.states import Scheduled
+from prefect.states import Cancelling, Scheduled
 
 from flows.views.history import ended_iterations
 from storage.backends.root import open_root
-from storage.manifest import need
+from storage.manifest import find, need
 from tasks.stages.names import Stage
 from tests.flows.site.conftest import (
     DEADLINE_S,
@@ -54,6 +54,25 @@ def test_a_flow_run_that_ratchet_stop_ends_is_cancelled_and_not_tried_again(
     assert not {"Crashed", "AwaitingRetry", "AwaitingRetryAfterCrash"} & set(names)
     client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
     assert ended(site, client, flow_run, attempt=2).state.is_completed()
+
+
+def test_a_flow_run_that_was_cancelled_and_retried_can_be_cancelled_again(
+    start, site: SiteHere, client: SyncPrefectClient, config, root, tmp_path: Path
+):
+    flow_run = begun_rollout(start, config, root, "g")
+    for attempt in (1, 2):
+        process = flow_process(site)
+        client.set_flow_run_state(flow_run.id, Cancelling())  # as Cancel in the UI does
+        found = ended(site, client, flow_run, attempt)
+        assert found.state.message == "Flow run was cancelled successfully."
+        assert not process.is_running()
+        if attempt == 1:
+            client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
+            wait_for(lambda: client.read_flow_run(flow_run.id).run_count == 2)
+    assert not find(open_root(root), "g", 1, Stage.ROLLOUT)
+    (tmp_path / "slow-rollout").unlink()
+    client.set_flow_run_state(flow_run.id, Scheduled(name="AwaitingRetry"))
+    assert ended(site, client, flow_run, attempt=3).state.is_completed()
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_flow_run_goes_on(

@@ -8,9 +8,23 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import AwaitingRetry, Cancelling, Completed, Crashed, Failed, Pending, Running, Scheduled
+from prefect.events.schemas.automations import EventTrigger
+from prefect.states import (
+    AwaitingRetry,
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Paused,
+    Pending,
+    Running,
+    Scheduled,
+    Suspended,
+)
 
 from flows.site.reconciling import AGAIN, LIMIT, crashes, reconcile, set_right
+from flows.site.registration import silence
 
 POOL = "reconciled"
 
@@ -39,6 +53,13 @@ AUTOMATIC, BY_HAND = Scheduled(name=AGAIN), AwaitingRetry()
 def test_crashes_count_since_a_person_asked(states, count):
     assert crashes(history(*states)) == count
     assert crashes(history(*states)[::-1]) == count
+
+
+@pytest.mark.parametrize("state", [Completed(), Failed(), Cancelled(), Crashed(), Suspended(), Paused()])
+def test_a_flow_run_that_has_ended_or_waits_for_a_person_is_not_declared_dead(state):
+    trigger = silence("tag").trigger
+    assert isinstance(trigger, EventTrigger)
+    assert f"prefect.flow-run.{state.name}" in trigger.expect
 
 
 @flow(persist_result=False)
