@@ -1,13 +1,16 @@
 """Checks of a run before anything starts: by the command line before its slow imports, and by the flow."""
 
+from flows.views.history import workflow_of
 from flows.views.trackers import check_trackers
 from storage import layout
 from storage.backends.root import Root
 from storage.errors import InputError
+from storage.upkeep.catalog import names
 from storage.upkeep.fork import Announce
+from storage.upkeep.holes import check_whole
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
-from tasks.config.stored import check_record
+from tasks.config.stored import check_record, stored_config
 from tasks.forking import begin_retraining
 
 
@@ -23,10 +26,19 @@ def begin_on_samples(
 
 def check_start(name: str, root: Root, config: RunConfig) -> None:
     """Refuse what cannot work, or would continue a run with another meaning. A second call repeats little. Raises
-    InputError, or StorageUnavailable if the root cannot be written."""
+    InputError, StorageUnavailable if the root cannot be written, or as `check_past`."""
     check_trackers(config.report)
     if config.retrain is not None and not root.exists(layout.run_config_key(name)):
         fact = f"run {name!r} has [retrain] and does not exist yet"
         raise InputError(f"{fact}: begin it with `ratchet retrain {name} --config FILE`")
     check_config(config, root, prepared_stage(root, name))
     check_record(root, name, config)
+    check_past(name, root, config)
+
+
+def check_past(name: str, root: Root, config: RunConfig) -> None:
+    """Refuse to go on after a stage that is lost, with the fork from before it. Raises WrongRecord."""
+    if (there := names(root, name)).manifests:
+        ahead = config.rollout.ahead
+        given = [] if stored_config(root, name).rollout.ahead == ahead else [f"rollout.ahead={ahead}"]
+        check_whole(root, workflow_of(config), name, there, ahead, given=given)

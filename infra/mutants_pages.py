@@ -10,6 +10,14 @@ _LOGS = ("tests/tasks/workers/test_logs.py",)
 
 PAGES = (
     Mutant(
+        "page-suspended-stays-running",
+        "the subflow run of an iteration in which a person suspended the flow run stays Running",
+        "flows/subflows.py",
+        "except (Pause, *_SERVER_ERRORS) as error:",
+        "except _SERVER_ERRORS as error:",
+        _SUBFLOWS,
+    ),
+    Mutant(
         "page-green-before-stored",
         "an iteration is green while its state is on its way",
         "tasks/stages/stage.py",

@@ -38,6 +38,22 @@ SITE = (
         ("tests/flows/site/test_reconciling.py",),
     ),
     Mutant(
+        "site-suspended-is-dead",
+        "a flow run that a person has suspended is declared dead, and continues by itself",
+        "flows/site/registration.py",
+        ', "Suspended", "Paused")',
+        ")",
+        ("tests/flows/site/test_reconciling.py",),
+    ),
+    Mutant(
+        "site-cancels-once",
+        "a flow run that was cancelled and retried cannot be cancelled again",
+        "flows/site/worker.py",
+        "    forget_cancels()\n",
+        "",
+        ("tests/flows/site/test_interruptions.py",),
+    ),
+    Mutant(
         "site-recorded-is-stray",
         "descendants of a recorded process count as unrecorded",
         "flows/site/processes.py",

@@ -7,6 +7,7 @@ checkout with the development packages.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from ray.experimental import internal_kv
 from infra.bench.storage import manifest
 from storage.backends.root import Root, open_root
 from storage.digest import bytes_digest
+from storage.errors import WorkerLost
 from storage.layout import part_key
 from storage.manifest import Part, commit, load
 from storage.ownership.lease import LEASE_SECONDS, hold
@@ -101,7 +103,7 @@ def measured(folder: Path) -> Units:
     each_bytes, each_ms = manifest_units(open_root(str(folder / "runs")))
     with Cluster(Settings(ray_address=None, gpus=())) as cluster:
         cluster.start()
-        (head,) = (one for one in cluster.processes() if one.name() == "gcs_server")
+        head = _head(cluster)
         names = fresh_names("scale/rank", _ACTORS)
         actors: list[object] = []
         actor_s = cpu_of(head, lambda: actors.extend(started(names)))
@@ -116,6 +118,15 @@ def measured(folder: Path) -> Units:
         key_ms=1000 * key_s / (2 * _KEYS),
         actor_ms=1000 * actor_s / _ACTORS,
     )
+
+
+def _head(cluster: Cluster) -> psutil.Process:
+    """Ray's head server; helpers that Ray starts may end before they are asked for their name."""
+    for one in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if one.name() == "gcs_server":
+                return one
+    raise WorkerLost("Ray's head server is gone")
 
 
 def bill(units: Units, cards: int) -> Bill:

@@ -3,7 +3,7 @@
 It is found by the names of the manifests alone, so a start may look however long the run is."""
 
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from storage import layout
 from storage.backends.root import Root
@@ -17,24 +17,33 @@ _LONGEST = 58  # characters of a run's name to which "-fork" can be added
 
 
 def check_whole(
-    root: Root, workflow: Workflow, run: str, recorded: Names, ahead: int = 0, last: int | None = None
+    root: Root,
+    workflow: Workflow,
+    run: str,
+    recorded: Names,
+    ahead: int = 0,
+    last: int | None = None,
+    given: Sequence[str] = (),
 ) -> None:
     """Refuse to go on from iteration `last`, by default the newest, after a hole. Other arguments, and errors, are
     those of `hole`; also raises WrongRecord: there is one."""
-    found = hole(root, workflow, run, recorded, ahead)
+    found = hole(root, workflow, run, recorded, ahead, given)
     if found is not None and (last is None or found[0] <= last):
         raise WrongRecord(found[1])
 
 
-def hole(root: Root, workflow: Workflow, run: str, recorded: Names, ahead: int = 0) -> tuple[int, str] | None:
+def hole(
+    root: Root, workflow: Workflow, run: str, recorded: Names, ahead: int = 0, given: Sequence[str] = ()
+) -> tuple[int, str] | None:
     """The iteration of the first hole of a run, and what it is and its repair in words; None if there is none. Weights
-    of up to `ahead` updates before sample for the run. Another process may commit meanwhile. Raises DigestMismatch or
-    SchemaMismatch: a manifest that had to be read is damaged."""
+    of up to `ahead` updates before sample for the run, and the repair has the settings `given`, `section.key=value`.
+    Another process may commit meanwhile. Raises DigestMismatch or SchemaMismatch: a manifest that had to be read is
+    damaged."""
     for at, stage in _lost(root, workflow, recorded):
         key = layout.manifest_key(run, at, stage, recorded.revisions.of(at, stage))
         if not root.exists(key):  # it may have been committed since its folder was listed
             fact = f"{root.url}/{key} is lost: run {run!r} has stages that were made from {stage} of iteration {at}"
-            instead = _instead(root, workflow, run, recorded, at, ahead)
+            instead = _instead(root, workflow, run, recorded, at, ahead, given)
             return at, f"{fact}. Restore it from a copy of the root, or {instead}"
     return None
 
@@ -68,7 +77,9 @@ def _missing(workflow: Workflow, there: Collection[_Place]) -> Iterator[_Place]:
                 yield at, stage
 
 
-def _instead(root: Root, workflow: Workflow, run: str, recorded: Names, lost: int, ahead: int) -> str:
+def _instead(
+    root: Root, workflow: Workflow, run: str, recorded: Names, lost: int, ahead: int, given: Sequence[str]
+) -> str:
     stage, newest, kept = workflow.holds_state, recorded.newest, {*recorded.kept(workflow.holds_state)}
 
     def begins(at: int) -> bool:
@@ -78,5 +89,6 @@ def _instead(root: Root, workflow: Workflow, run: str, recorded: Names, lost: in
     if workflow.ends_iteration == stage or (last := next(filter(begins, range(lost - 1, -1, -1)), None)) is None:
         return "begin a new run: none can be forked from this one before it"
     seen = recorded.revisions.seen_from
-    which = [f"{run}@{last}", f"--run={run[:_LONGEST]}-fork", *([] if seen is None else [f"--revision={seen}"])]
-    return f"go on from the last state before it: `{shlex.join(['ratchet', 'fork', *which, f'--root={root.url}'])}`"
+    more = [*(f"--set={one}" for one in given), *([] if seen is None else [f"--revision={seen}"])]
+    again = ["ratchet", "fork", f"{run}@{last}", f"--run={run[:_LONGEST]}-fork", *more, f"--root={root.url}"]
+    return f"go on from the last state before it: `{shlex.join(again)}`"
