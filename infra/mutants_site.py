@@ -46,6 +46,22 @@ SITE = (
         ("tests/flows/site/test_reconciling.py",),
     ),
     Mutant(
+        "site-others-on-loopback",
+        "the doctor says that others can connect to an IPv6 socket of 127.0.0.1",
+        "flows/site/doctor.py",
+        "(mapped or address).is_loopback",
+        "address.is_loopback",
+        ("tests/flows/site/test_planned.py",),
+    ),
+    Mutant(
+        "site-follows-the-clock",
+        "the processes of a site are not recognised once the clock was set",
+        "flows/site/processes.py",
+        "born(running.process) == running.started:",
+        "born(running.process) == running.started and psutil.Process(running.process).create_time():",
+        ("tests/flows/site/test_processes.py",),
+    ),
+    Mutant(
         "site-cancels-once",
         "a flow run that was cancelled and retried cannot be cancelled again",
         "flows/site/worker.py",

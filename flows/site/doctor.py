@@ -1,6 +1,7 @@
 """`ratchet doctor`: the facts of this machine and its site that would stop a run, each with its repair."""
 
 import importlib.metadata
+import ipaddress
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,6 @@ SETTLES = timedelta(minutes=5)
 _ANSWER_S = 10.0
 _CLOCK_S = 5.0
 _BEATS = 3  # two may be lost on the way
-_LOOPBACK = ("127.0.0.1", "::1")
 _PAGE = 200
 
 Level = Literal["ok", "warning", "error"]
@@ -160,11 +160,18 @@ def listeners(processes: Sequence[RunningProcess]) -> Finding:
         for process in (one, *one.children(recursive=True)):
             places = _listening(process)
             count += len(places)
-            beyond += [f"process {process.pid} on {ip}:{port}" for ip, port in places if ip not in _LOOPBACK]
+            beyond += [f"process {process.pid} on {ip}:{port}" for ip, port in places if not is_loopback(ip)]
     if beyond:
         text = f"others can connect to {', '.join(beyond)}: unset what makes it listen there, or close it by a firewall"
         return Finding("ports", "error", text)
     return Finding("ports", "ok", f"{count} listen, on the loopback interface alone")
+
+
+def is_loopback(ip: str) -> bool:
+    """True for an address that only this machine reaches, also for one of IPv4 on a socket of IPv6."""
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _listening(process: psutil.Process) -> list[tuple[str, int]]:
@@ -210,8 +217,9 @@ def _heartbeats(client: SyncPrefectClient) -> Finding:
 
 def _schedules(client: SyncPrefectClient) -> Finding:
     if late := client.read_flow_runs(flow_run_filter=those(state={"name": {"any_": ["Late"]}})):
-        text = f"{len(late)} flow runs are late: the worker is busy (`ratchet up --at-once`), or schedules overlap"
-        return Finding("schedules", "warning", text)
+        fact = f"{len(late)} flow runs are late, and none of them is skipped"
+        why = "the worker is busy (`ratchet up --at-once`), or a schedule is faster than what it starts"
+        return Finding("schedules", "warning", f"{fact}: {why} (pause it in the UI, or lengthen its interval)")
     return Finding("schedules", "ok", "no flow run is late")
 
 

@@ -19,6 +19,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from storage.errors import InputError
+from storage.ownership.process import born
 from tasks.config.code_version import PROJECT_ROOT, code_version
 from tasks.config.environment import site_mark
 
@@ -28,13 +29,12 @@ _USER = "admin"
 _OWNER_ONLY = 0o600
 _FOLDER = 0o700
 _GRACE_S = 20.0  # for a flow run to end cleanly: Ray, ranks and engines go with it
-_SAME_S = 0.05
 
 
 class RunningProcess(BaseModel, frozen=True, extra="forbid"):
     role: str  # server or worker
     process: int
-    started: float  # its start time, seconds since the epoch, which tells it from a later process with the same id
+    started: str | None  # its `born`, which tells it from a later process with the same id; None: it ended at once
     version: str  # version of Ratchet that it runs
 
 
@@ -130,18 +130,15 @@ def start(role: str, command: Sequence[str], environment: Mapping[str, str], log
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=PROJECT_ROOT,
             env=dict(environment), start_new_session=True,
         )  # fmt: skip
-    started = psutil.Process(process.pid).create_time()
-    return RunningProcess(role=role, process=process.pid, started=started, version=code_version())
+    return RunningProcess(role=role, process=process.pid, started=born(process.pid), version=code_version())
 
 
 def find(running: RunningProcess) -> psutil.Process | None:
     """The process, if it still runs; another one with the same id is not it."""
-    try:
-        process = psutil.Process(running.process)
-        same = abs(process.create_time() - running.started) < _SAME_S
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-    except psutil.NoSuchProcess:
-        return None
+    if running.started is not None and born(running.process) == running.started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(running.process)
+    return None
 
 
 def strays(folder: Path, recorded: Iterable[RunningProcess], command: str | None = None) -> list[psutil.Process]:

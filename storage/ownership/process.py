@@ -54,6 +54,13 @@ def this_process(name: str) -> Owner:
     return Owner(name=name, host=socket.gethostname(), process=process, place=_place(), birth=_birth(process))
 
 
+def born(process: int) -> str | None:
+    """Boot and start time of a process of this machine, which a clock that is set does not change; None for a process
+    that has ended or is not visible."""
+    birth = _birth(process)
+    return f"{_place()} {birth}" if birth else None
+
+
 def life(owner: Owner) -> Life:
     """True if the process of `owner` is running. Only its own machine can know, and only since its last boot."""
     if owner.place is None or owner.host != socket.gethostname() or owner.place != _place():

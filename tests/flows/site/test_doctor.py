@@ -57,7 +57,9 @@ def test_a_root_that_cannot_be_written_is_an_error(tmp_path: Path):
 
 def test_a_dead_worker_and_server_are_errors(tmp_path: Path):
     folder = SiteFolder.at(tmp_path / "site")
-    gone = [RunningProcess(role=role, process=1, started=0, version=code_version()) for role in ("server", "worker")]
+    gone = [
+        RunningProcess(role=role, process=1, started="before", version=code_version()) for role in ("server", "worker")
+    ]
     folder.keep(SiteRecord(api="http://127.0.0.1:1/api", processes=tuple(gone)))
     diagnosis = diagnose(folder, str(tmp_path / "runs"))
     assert {name: found(diagnosis)[name] for name in ("server", "worker")} == {"server": "error", "worker": "error"}

@@ -12,9 +12,10 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolUpdate
 from prefect.states import Scheduled
 
-from flows.site.doctor import SETTLES, free_port, listeners, told
+from flows.site.doctor import SETTLES, free_port, is_loopback, listeners, told
 from flows.site.processes import RunningProcess
 from flows.site.registration import POOL, TRAINING, UPKEEP, queues_of, register_elsewhere
+from storage.ownership.process import born
 from tasks.config.code_version import PROJECT_ROOT
 
 RUN = {"run": "a", "root": "/data/runs", "more": 1}
@@ -86,12 +87,23 @@ def test_a_schedule_for_which_nothing_is_planned_is_an_error(client: SyncPrefect
 @pytest.mark.parametrize(("host", "level"), [("127.0.0.1", "ok"), ("0.0.0.0", "error")])
 def test_what_listens_beyond_this_machine_is_an_error(host: str, level: str):
     here = psutil.Process()
-    one = RunningProcess(role="server", process=here.pid, started=here.create_time(), version="x")
+    one = RunningProcess(role="server", process=here.pid, started=born(here.pid), version="x")
     before = listeners([one]).level
     with socket.create_server((host, 0)) as server:
         found = listeners([one])
         assert found.level == (level if before == "ok" else before)
         assert level == "ok" or f"0.0.0.0:{server.getsockname()[1]}" in found.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.53", "::1", "::ffff:127.0.0.1"])
+def test_a_loopback_address_is_one_in_any_form(host: str):
+    """Ray's agents listen on sockets of IPv6 for addresses of IPv4."""
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:10.0.0.1", "fe80::1%eth0", "10.0.0.1"])
+def test_other_addresses_are_none(host: str):
+    assert not is_loopback(host)
 
 
 def test_a_port_that_is_taken_is_a_warning():

@@ -46,6 +46,13 @@ def test_a_process_that_nothing_recorded_is_found_without_its_children(folder: S
     assert strays(folder.path.parent, ()) == []
 
 
+def test_a_process_is_found_although_the_clock_was_set(begun: RunningProcess, monkeypatch: pytest.MonkeyPatch):
+    """A process's start time in seconds since the epoch follows the clock, even where NTP only slews it."""
+    monkeypatch.setattr(psutil.Process, "create_time", lambda _: 0.0)
+    assert find(begun) is not None
+    assert find(begun.model_copy(update={"started": f"{begun.started}0"})) is None
+
+
 def test_what_a_killed_process_leaves_is_found(folder: SiteFolder, begun: RunningProcess):
     parent = psutil.Process(begun.process)
     (child,) = parent.children()

@@ -137,7 +137,7 @@ def test_the_form_describes_every_field(client: SyncPrefectClient, deployment: s
 def test_down_ends_what_was_started_and_nothing_else(python: None, tmp_path: Path):
     (tmp_path / "site").mkdir(mode=0o700)
     stranger = psutil.Process()
-    earlier = {"role": "server", "process": stranger.pid, "started": stranger.create_time() - 60, "version": "x"}
+    earlier = {"role": "server", "process": stranger.pid, "started": "an earlier start", "version": "x"}
     record = {"api": "http://127.0.0.1:1/api", "processes": [earlier]}
     (tmp_path / "site" / "site.json").write_text(json.dumps(record))
     done = command("down", f"--folder={tmp_path / 'site'}")
