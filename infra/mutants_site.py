@@ -62,6 +62,14 @@ SITE = (
         ("tests/flows/site/test_processes.py",),
     ),
     Mutant(
+        "site-message-then-traceback",
+        "the log of a red flow run ends with a traceback of Prefect",
+        "flows/deployments/process.py",
+        "record.levelno >= logging.WARNING and not repeated",
+        "record.levelno >= logging.WARNING",
+        ("tests/flows/deployments/test_train.py",),
+    ),
+    Mutant(
         "site-cancels-once",
         "a flow run that was cancelled and retried cannot be cancelled again",
         "flows/site/worker.py",

@@ -41,8 +41,14 @@ def main() -> None:
 
 
 def is_ours(record: logging.LogRecord) -> bool:
-    """True for a log line that is not Prefect's own about starting, ending or loading code."""
-    return record.levelno >= logging.WARNING or "prefect" not in Path(record.pathname).parts
+    """True for a log line that is not Prefect's own about starting, ending or loading code, nor the traceback with
+    which Prefect repeats the state in which a flow ended, after the message that explains it."""
+    from prefect.exceptions import CancelledRun, FailedRun, UnfinishedRun
+
+    if "prefect" not in Path(record.pathname).parts:
+        return True
+    repeated = record.exc_info and isinstance(record.exc_info[1], (CancelledRun, FailedRun, UnfinishedRun))
+    return record.levelno >= logging.WARNING and not repeated
 
 
 def is_reported(begun: datetime) -> bool:

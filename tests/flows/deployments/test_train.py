@@ -4,6 +4,7 @@ import logging
 import time
 
 import pytest
+from prefect.exceptions import CancelledRun, FailedRun
 from prefect.states import Completed
 
 from flows.deployments.attempt import check_places, explained, failure_text, is_absolute, waiting
@@ -123,3 +124,12 @@ def test_a_person_reads_the_stage_what_happened_beside_it_and_how_to_need_less_m
 )
 def test_the_log_of_a_flow_run_holds_no_information_of_prefect_about_itself(path: str, level: int, ours: bool):
     assert is_ours(logging.makeLogRecord({"pathname": path, "levelno": level})) is ours
+
+
+@pytest.mark.parametrize(
+    ("error", "ours"), [(FailedRun("red"), False), (CancelledRun("stopped"), False), (ValueError("unforeseen"), True)]
+)
+def test_the_message_of_a_failure_ends_the_log(error: Exception, ours: bool):
+    """Prefect's engine would add a traceback that ends in the same message."""
+    record = {"pathname": "/site-packages/prefect/flow_engine.py", "levelno": logging.ERROR}
+    assert is_ours(logging.makeLogRecord({**record, "exc_info": (type(error), error, None)})) is ours
