@@ -108,6 +108,14 @@ UPKEEP = (
         _HOLES,
     ),
     Mutant(
+        "hole-among-runs-without-scores",
+        "a lost score among iterations without scores is not missed",
+        "storage/upkeep/holes.py",
+        " or (at, stage) in begun:",
+        ":",
+        ("tests/storage/upkeep/test_holes.py",),
+    ),
+    Mutant(
         "hole-starts-ray",
         "a run with a hole is refused only after Ray and Prefect have started",
         "flows/preflight.py",

@@ -50,14 +50,16 @@ def hole(
 
 def _lost(root: Root, workflow: Workflow, recorded: Names) -> Iterator[_Place]:
     """The stages that must be there and are not. Some runs do without scores, of neighbouring iterations: so at the
-    ends of a stretch that has none, the training says whether it was made from them."""
+    ends of a stretch that has none, and where they were begun, the training says whether it was made from them. Within
+    a stretch, scores that are lost with the records of their attempts are not missed."""
     newest = recorded.newest
     missing = list(_missing(workflow, newest))
     without = {at for at, stage in missing if stage in workflow.optional}
+    begun = {layout.place_of(key) for key in recorded.attempts}
     for at, stage in missing:
         if stage not in workflow.optional:
             yield at, stage
-        elif not {at - 1, at + 1} <= without:
+        elif not {at - 1, at + 1} <= without or (at, stage) in begun:
             training = newest.get((max(at, 1), workflow.holds_state))
             if training is not None and "reward" in load(root, training).inputs:
                 yield at, stage

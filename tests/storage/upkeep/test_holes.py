@@ -8,6 +8,7 @@ from storage import layout
 from storage.backends.root import Root, open_root
 from storage.errors import WrongRecord
 from storage.manifest import Manifest, commit, need
+from storage.unfinished import begin
 from storage.upkeep.catalog import names
 from storage.upkeep.holes import check_whole, hole
 from tasks.stages.names import WORKFLOW, Stage
@@ -66,6 +67,15 @@ def test_lost_scores_are_told_from_those_that_were_not_needed(whole: Root, witho
     with pytest.raises(WrongRecord, match=rf"reward\.r0\.json is lost: .* made from reward of iteration {lost}\."):
         check_whole(whole, WORKFLOW, RUN, names(whole, RUN))
     check_whole(whole, WORKFLOW, RUN, names(whole, RUN), last=lost - 1)
+
+
+def test_scores_that_are_lost_within_a_stretch_without_any_are_found_where_they_were_begun(whole: Root):
+    unscored(whole, range(1, 4))
+    unscored(whole, range(5, LAST + 1))
+    whole.remove(layout.manifest_key(RUN, 4, Stage.REWARD, 0))
+    for at in (2, 4):  # that of 2 was begun under an objective that needs rewards, and done under another
+        begin(whole, RUN, at, Stage.REWARD, "tests")
+    assert (found(whole) or ())[:1] == (4,)
 
 
 def test_what_another_process_commits_meanwhile_is_not_lost(whole: Root):
