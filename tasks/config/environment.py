@@ -76,6 +76,7 @@ _SITE = {
 
 _FAULTS = "RATCHET_FAULTS"
 _MEETING_PLACE = "RATCHET_ENGINE_MEETING_PLACE"
+_LONGEST = 107 - len("/0187f9b6-95dc-41a2-b65c-9ee29a8a2eea")  # characters of a folder for Unix sockets of vLLM
 _SITE_FOLDER = "RATCHET_SITE"
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"  # variable by which Prefect tells a process which flow run it does
 
@@ -222,8 +223,11 @@ def use_first_runner() -> None:
 
 
 def set_engine_meeting_place(folder: str) -> None:
-    """Say where the processes meet that an engine in this process starts."""
+    """Say where the processes meet that an engine in this process starts. vLLM's sockets are there too, if the path is
+    short enough: vLLM removes none of a process that was killed."""
     os.environ[_MEETING_PLACE] = folder
+    if len(folder) <= _LONGEST:
+        os.environ["VLLM_RPC_BASE_PATH"] = folder
 
 
 def engine_meeting_place() -> Path:

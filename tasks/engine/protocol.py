@@ -80,6 +80,11 @@ class EngineSpec(Frozen):
     seed: int = 0
     """Seed of the engine; samples have their own seeds."""
 
+    @property
+    def has_processes(self) -> bool:
+        """True if the engine starts processes, which meet in a folder."""
+        return self.own_core or self.tensor > 1
+
     def check_lengths(self, sequences: Sequence[TokenIds], what: str) -> None:
         """Check that each sequence leaves room for one sampled token; `what` names one in the message. Raises
         InputError: one is empty or too long."""

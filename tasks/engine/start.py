@@ -29,7 +29,7 @@ def start_engine(
         return Classifier(spec)
     from tasks.engine.vllm.engine import Engine
 
-    if meeting_place is None and spec.tensor > 1:
+    if meeting_place is None and spec.has_processes:
         meeting_place = str(new_folder())
     return Engine(spec, meeting_place)
 

@@ -292,7 +292,7 @@ class Fleet(AbstractContextManager["Fleet", None]):
         prefix = f"{role}/{engine_digest(spec, cards, own.source)}"
         group, settings = self._found(role, prefix, labels), self._cluster.settings
         if group is None:
-            meeting_place = new_folder() if spec.tensor > 1 and settings.local else None
+            meeting_place = new_folder() if settings.local and spec.has_processes else None
             names, place, detached = fresh_names(prefix, 1), self._place_of_engine(name), not settings.local
             there = self._standby.take({0: place})
             actors = placed(names, dict(place.environment), detached, [place.seat], there)

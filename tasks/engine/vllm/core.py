@@ -64,7 +64,7 @@ class Core:
         ).create_engine_config(UsageContext.LLM_CLASS)
         self._inputs = InputProcessor(self.config, renderer_from_config(self.config))
         self._client = EngineCoreClient.make_client(
-            multiprocess_mode=spec.own_core or spec.tensor > 1,
+            multiprocess_mode=spec.has_processes,
             asyncio_mode=False,
             vllm_config=self.config,
             executor_class=executor(spec.tensor),

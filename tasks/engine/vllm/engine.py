@@ -96,8 +96,8 @@ class Engine(EngineProtocol):
     """vLLM, here or in processes that this one starts."""
 
     def __init__(self, spec: EngineSpec, meeting_place: str | None = None) -> None:
-        """Start the engine with the weights in `spec.model_dir`; with `spec.tensor` above 1 its processes meet in the
-        empty folder `meeting_place`. Raises InputError: the directory holds no model."""
+        """Start the engine with the weights in `spec.model_dir`; the processes that it starts meet in the empty folder
+        `meeting_place`. Raises InputError: the directory holds no model."""
         if not (Path(spec.model_dir) / "config.json").is_file():
             raise InputError(f"{spec.model_dir} holds no config.json: give a Hugging Face model directory")
         if meeting_place is not None:
