@@ -10,7 +10,7 @@ from storage.upkeep.fork import Announce
 from storage.upkeep.holes import check_whole
 from tasks.checks import check_config, prepared_stage
 from tasks.config.run import RunConfig
-from tasks.config.stored import check_record, stored_config
+from tasks.config.stored import check_record
 from tasks.forking import begin_retraining
 
 
@@ -37,8 +37,5 @@ def check_start(name: str, root: Root, config: RunConfig) -> None:
 
 
 def check_past(name: str, root: Root, config: RunConfig) -> None:
-    """Refuse to go on after a stage that is lost, with the fork from before it. Raises WrongRecord."""
-    if (there := names(root, name)).manifests:
-        ahead = config.rollout.ahead
-        given = [] if stored_config(root, name).rollout.ahead == ahead else [f"rollout.ahead={ahead}"]
-        check_whole(root, workflow_of(config), name, there, ahead, given=given)
+    """Refuse to go on after a stage that is lost. Raises WrongRecord."""
+    check_whole(root, workflow_of(config), name, names(root, name), config.rollout.ahead)

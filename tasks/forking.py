@@ -47,7 +47,8 @@ def make_fork(
     config = forked_config(root, parent, check_run_name(run), settings, revision)
     check_followed(root, parent, iteration, config, settings, run, revision)
     record, older = ConfigRecord.of(config, request), config.rollout.ahead
-    return fork(root, WORKFLOW, parent, iteration, run, record.digest, record, revision, announce, older)
+    said = [one for one in settings if not is_secret(one.partition("=")[0])]
+    return fork(root, WORKFLOW, parent, iteration, run, record.digest, record, revision, announce, older, said)
 
 
 def check_followed(

@@ -59,15 +59,16 @@ def fork(
     revision: int | None = None,
     announce: Announce = lambda _: None,
     older: int = 0,
+    given: Sequence[str] = (),
 ) -> Forked:
     """Make run `run` from iterations 0 to `iteration` of `parent`, in its head or a revision; repeated after a crash,
     it completes the fork. `config` becomes its `run.json`, published last, `config_digest` is its identity. The state
-    of `iteration` must be kept, and those of `older` iterations before it, whose weights sample for the fork. Raises
-    InputError if there is no such run, the iteration is not complete or kept, or the name taken; WrongRecord if a
-    stage up to it is lost; PartMissing."""
+    of `iteration` must be kept, and those of `older` iterations before it, whose weights sample for the fork. A repair
+    repeats the settings `given`. Raises InputError if there is no such run, the iteration is not complete or kept, or
+    the name taken; WrongRecord if a stage up to it is lost; PartMissing."""
     require_run(root, parent)
     recorded = names_of(root, parent, revision)
-    check_whole(root, workflow, parent, recorded, older, iteration)
+    check_whole(root, workflow, parent, recorded, older, iteration, given)
     synced = {at for at, stage in recorded.newest if stage == workflow.ends_iteration}
     if iteration not in synced:
         there = f"iterations 0 to {max(synced)} are" if synced else "none is yet"

@@ -118,15 +118,23 @@ def test_a_stage_that_is_lost_in_the_middle_is_named_with_a_repair(finished, tmp
     assert states(root, f"{RUN}-fork") == states(finished(), RUN)
 
 
-def test_the_command_line_refuses_before_anything_starts_with_a_fork_that_has_its_settings(finished, tmp_path, capfd):
+def test_the_command_line_refuses_before_anything_starts(finished, tmp_path, capfd):
     root = copied(finished(), tmp_path / "runs")
     lose(root, (3, Stage.TRAIN))
-    assert execute(["run", RUN, f"--root={root.url}", "--iterations=9", "--set=rollout.ahead=1"]) == 2
+    assert execute(["run", RUN, f"--root={root.url}", "--iterations=9"]) == 2
     said = capfd.readouterr().err
     assert "train.r0.json is lost: run 'small' has stages that were made from train of iteration 3" in said
     assert "starting Ray" not in said
-    assert f"`ratchet fork {RUN}@2 --run={RUN}-fork --set=rollout.ahead=1 --root={root.url}`" in said
-    assert repaired(root, tmp_path, said) == 2
+
+
+def test_the_repair_of_a_fork_has_its_settings(finished, tmp_path, capfd):
+    root = copied(finished(), tmp_path / "runs")
+    lose(root, (3, Stage.TRAIN))
+    more = "--set=rollout.ahead=1"
+    assert execute(["fork", f"{RUN}@4", "--run=new", more, f"--root={root.url}"]) == 2
+    said = capfd.readouterr().err
+    assert f"`ratchet fork {RUN}@2 --run={RUN}-fork {more} --root={root.url}`" in said
+    assert repaired(root, tmp_path, said, "rollout.ahead=1") == 2
 
 
 @pytest.mark.parametrize("stage", [Stage.PREPARE, Stage.TRAIN, SYNC])
