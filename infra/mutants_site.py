@@ -73,9 +73,9 @@ SITE = (
         "site-cancels-once",
         "a flow run that was cancelled and retried cannot be cancelled again",
         "flows/site/worker.py",
-        "    forget_cancels()\n",
+        "        self._cancelling_flow_run_ids.discard(flow_run_id)  # pyright: ignore[reportPrivateUsage]\n",
         "",
-        ("tests/flows/site/test_interruptions.py",),
+        ("tests/flows/site/test_reconciling.py",),
     ),
     Mutant(
         "site-recorded-is-stray",

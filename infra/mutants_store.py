@@ -95,9 +95,9 @@ STORE = (
     Mutant(
         "driven-over-stale-work",
         "a run goes on though the record of a rerun is lost",
-        "flows/driving.py",
-        "name, names(root, name), config.rollout.ahead)\n                digest",
-        "name, names(root, name, None, read_revisions(root, name)), config.rollout.ahead)\n                digest",
+        "flows/preflight.py",
+        "name, names(root, name), ",
+        'name, names(root, name, None, __import__("storage.revisions").revisions.read_revisions(root, name)), ',
         _LOOP,
     ),
     Mutant(

@@ -1,7 +1,9 @@
 """Flow runs that have lost their process, on a real server that notices nothing by itself."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from prefect import flow
@@ -9,6 +11,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events.schemas.automations import EventTrigger
+from prefect.runner import Runner
 from prefect.states import (
     AwaitingRetry,
     Cancelled,
@@ -25,6 +28,7 @@ from prefect.states import (
 
 from flows.site.reconciling import AGAIN, LIMIT, crashes, reconcile, set_right
 from flows.site.registration import silence
+from flows.site.worker import forget_cancels
 
 POOL = "reconciled"
 
@@ -60,6 +64,20 @@ def test_a_flow_run_that_has_ended_or_waits_for_a_person_is_not_declared_dead(st
     trigger = silence("tag").trigger
     assert isinstance(trigger, EventTrigger)
     assert f"prefect.flow-run.{state.name}" in trigger.expect
+
+
+def test_a_flow_run_that_was_cancelled_can_be_cancelled_again(monkeypatch: pytest.MonkeyPatch):
+    ignored, identity = list[bool](), uuid4()
+
+    async def execute(self: Runner, flow_run_id: UUID) -> None:
+        ignored.append(flow_run_id in self._cancelling_flow_run_ids)
+
+    monkeypatch.setattr(Runner, "execute_flow_run", execute)
+    forget_cancels()
+    runner = Runner()
+    runner._cancelling_flow_run_ids.add(identity)
+    asyncio.run(runner.execute_flow_run(identity))
+    assert ignored == [False]
 
 
 @flow(persist_result=False)
