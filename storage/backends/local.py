@@ -7,6 +7,7 @@ A rename would silently replace an existing file; `open("xb")` would leave half 
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import stat
@@ -285,7 +286,7 @@ def _flush_names(folder: Path) -> None:
     each folder, up to the mount point."""
     with _flushing:
         done = []
-        for one in (folder, *folder.parents):
+        for one in itertools.chain((folder,), folder.parents):
             if one in _flushed or one.is_mount():
                 break
             with contextlib.suppress(PermissionError):  # a folder above the root, not made by us

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_all, stop_before_delay
-from tenacity import wait_random_exponential as wait_random
 
 from storage import layout
 from storage.backends.backend import Backend, Stored, Upload
@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 60.0
 
 LARGE_ATTEMPTS = 4  # least number of attempts at a transfer, which may itself take longer than PATIENCE_SECONDS
 
-_LONGEST_PAUSE = 5.0
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0
 _SILENT_S = 5.0  # shorter outages are not logged
 CHECK_SECONDS = 10.0  # patience of the check at the start, to report a wrong address soon
 
@@ -239,14 +239,19 @@ class Root:
 
     def _retried[T](self, call: Callable[[], T], attempts: int = 1) -> T:
         """The result of `call`, repeated with growing random pauses while the store is busy or away."""
-        retrying = Retrying(
-            retry=retry_if_exception(self.backend.is_temporary),
-            stop=stop_all(stop_after_attempt(attempts), stop_before_delay(self.patience)),
-            wait=wait_random(multiplier=0.05, max=_LONGEST_PAUSE),
-            before_sleep=_said_once(self.patience),
-            reraise=True,
-        )
-        return retrying(call)
+        begun, longest, said = time.monotonic(), _SHORTEST_PAUSE, False
+        while True:
+            try:
+                return call()
+            except Exception as error:
+                attempts, waited, pause = attempts - 1, time.monotonic() - begun, random.uniform(0, longest)
+                if not self.backend.is_temporary(error) or (attempts <= 0 and waited + pause >= self.patience):
+                    raise
+                if waited >= _SILENT_S and not said:
+                    said, name = True, type(error).__name__
+                    logger.warning("the store does not answer (%s): waiting for it, up to %g s", name, self.patience)
+            time.sleep(pause)
+            longest = min(2 * longest, _LONGEST_PAUSE)
 
 
 def _has_zone(time: object) -> bool:
@@ -295,18 +300,6 @@ def _explained(root: Root, key: str, *, reading: bool = False) -> Iterator[None]
             f"{fact}. Correct it: a backend raises FileNotFoundError for an object that is not there, and OSError or "
             "one of its `failures` if it fails"
         ) from error
-
-
-def _said_once(patience: float) -> Callable[[RetryCallState], None]:
-    """Called before each pause: say once that an operation waits for the store."""
-    said: list[str] = []
-
-    def say(state: RetryCallState) -> None:
-        if not said and state.outcome is not None and (state.seconds_since_start or 0.0) >= _SILENT_S:
-            said.append(type(state.outcome.exception()).__name__)
-            logger.warning("the store does not answer (%s): waiting for it, up to %g s", said[0], patience)
-
-    return say
 
 
 def open_root(url: str, *, options: dict[str, Any] | None = None) -> Root:

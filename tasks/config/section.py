@@ -31,11 +31,12 @@ class Section(BaseModel):
     @classmethod
     def _without_secrets(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse a literal secret, or a URL with credentials in place of a file, which would be stored."""
-        marks = [one for one in cls.model_fields[str(info.field_name)].metadata if isinstance(one, Mark)]
-        if isinstance(value, str) and any(one.secret for one in marks) and referenced(value) is None:
-            raise ValueError('it would be stored with the run: give it by reference, as "env:NAME"')
-        if isinstance(value, str) and any(one.place == "files" for one in marks):
-            public(value)
+        if isinstance(value, str):
+            marks = [one for one in cls.model_fields[str(info.field_name)].metadata if isinstance(one, Mark)]
+            if any(one.secret for one in marks) and referenced(value) is None:
+                raise ValueError('it would be stored with the run: give it by reference, as "env:NAME"')
+            if any(one.place == "files" for one in marks):
+                public(value)
         return value
 
 
@@ -69,7 +70,7 @@ def unusable_numbers(value: Any, path: str = "") -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             yield from unusable_numbers(inner, f"{path}[{number}]")
-    elif _FREE.match(path) is None and isinstance(value, int | float):
+    elif isinstance(value, int | float) and _FREE.match(path) is None:
         yield from _out_of_range(value, path)
 
 
