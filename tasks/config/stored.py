@@ -1,6 +1,8 @@
 """The configuration that a run was started with, as stored. A run's identity follows from this record alone, so it is
 the same for every version that reads it, whatever keys have been added since. Imports neither Ray nor torch."""
 
+import functools
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from tasks.config.run import RunConfig
 
 RULES = 1  # version of the rules by which a configuration has its digest (`tasks.config.identity`)
 _ABOUT = {"rules", "request", "former"}  # keys of a record that are not of the configuration
+_KEPT = 32  # configurations that a process keeps: a command reads that of its run many times
 
 
 class ConfigRecord(RunConfig):
@@ -67,10 +70,17 @@ def read_config(root: Root, run: str, revisions: Revisions | None = None) -> Sto
     Raises DigestMismatch (its text is not what was written), InputError (there is no such run) or SchemaMismatch (this
     version cannot read it)."""
     document, where = _document(root, run)
+    settings = (read_revisions(root, run) if revisions is None else revisions).settings()
+    return _understood(json.dumps(document), json.dumps(settings), where)
+
+
+@functools.lru_cache(_KEPT)
+def _understood(text: str, settings: str, where: str) -> StoredConfig:
+    document = json.loads(text)
     former = document.get("former")
     document = {key: value for key, value in document.items() if key not in _ABOUT}
     first = meaning_digest(document)
-    document = with_settings(document, (read_revisions(root, run) if revisions is None else revisions).settings())
+    document = with_settings(document, json.loads(settings))
     try:
         config = RunConfig.model_validate(document)
     except ValidationError as error:
