@@ -128,9 +128,10 @@ class LocalFiles(Backend):
         return None if stat.S_ISDIR(status.st_mode) else _stored(key, status)
 
     def stored(self, prefix: str) -> Iterator[Stored]:
+        above = f"{self.folder}/"
         for entry in files(self.full(prefix)):
             with contextlib.suppress(FileNotFoundError):  # removed since its name was read
-                key = entry.path.removeprefix(f"{self.folder}/")
+                key = entry.path.removeprefix(above)
                 yield _stored(key, entry.stat(follow_symlinks=False))
 
     def folders(self, prefix: str) -> list[str]:
@@ -198,11 +199,11 @@ def write_in_chunks(file: IO[bytes], data: memoryview) -> None:
         file.write(data[start : start + CHUNK_BYTES])
 
 
-def files(folder: Path) -> Iterator[os.DirEntry[str]]:
+def files(folder: Path | str) -> Iterator[os.DirEntry[str]]:
     """All files below `folder`, links included; raises OSError for a folder that is there and cannot be read."""
     for entry in _entries(folder):
         if entry.is_dir(follow_symlinks=False):
-            yield from files(Path(entry.path))
+            yield from files(entry.path)
         else:
             yield entry
 
@@ -217,7 +218,7 @@ def _stored(key: str, status: os.stat_result) -> Stored:
     return Stored(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC), status.st_nlink > 1)
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: Path | str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return list(found)
