@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-_LOOK_S = 1.0
+_LOOK_S = 2.0
 _SLOWEST = 10
 _YOUNG_S = 60.0
 _WAITS = "ray::"
@@ -20,7 +20,7 @@ class Starts:
     """Processes of the real stack that this machine has started since `begin`, as a thread sees them in /proc.
 
     A process counts once, by its id and time of creation. Actors of Ray are told apart by the environment that they are
-    given. A process that lives for less than a second may be missed. Only a Python process can become of a kind later,
+    given. A process that lives for less than two seconds may be missed. Only a Python process becomes of a kind later,
     while it is young, or as a worker that Ray keeps for later.
     """
 
