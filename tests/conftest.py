@@ -29,6 +29,7 @@ GROUPS = (
     "tests/flows/server",
     "tests/integration/test_golden.py",
     "tests/storage/test_kill.py",
+    "tests/bad_input",  # an interpreter that has imported the command line, for all of them
 )
 SHARES = {
     "tests/infra/bench/test_memory.py": "tests/trainer_core",  # processes forked from one with Megatron
