@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer_core.collector import paused
+
 PROJECT = Path(__file__).resolve().parent.parent
 PACKAGES = ("flows", "tasks", "trainer_core", "storage")
 SOURCES = [PROJECT / "ratchet.py"] + [
@@ -29,14 +31,15 @@ AT_A_BEGINNING = re.compile(rf"[\"'](?:\s|\\n)*(?:{'|'.join(CLAUSE_WORDS)})\b")
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    """The syntax of a file, read once for all rules."""
-    return ast.parse(path.read_text())
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax, read once for all rules."""
+    with paused():
+        return tuple(ast.walk(ast.parse(path.read_text())))
 
 
-def bare_strings(tree: ast.AST) -> Iterator[tuple[range, str]]:
+def bare_strings(path: Path) -> Iterator[tuple[range, str]]:
     """Lines and text of each docstring, those under fields and constants too."""
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield range(node.lineno, (node.end_lineno or node.lineno) + 1), node.value.value
 
@@ -45,10 +48,10 @@ def function_sizes() -> dict[tuple[str, int], int]:
     """Lines of each function that hold code: no docstrings, comments or blank lines."""
     sizes = {}
     for path in SOURCES:
-        tree, lines = tree_of(path), path.read_text().splitlines()
-        docs = {n for where, _ in bare_strings(tree) for n in where}
+        lines = path.read_text().splitlines()
+        docs = {n for where, _ in bare_strings(path) for n in where}
         code = {n for n, line in enumerate(lines, 1) if n not in docs and (text := line.strip()) and text[0] != "#"}
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, FUNCTION_KINDS):
                 body = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 sizes[f"{path.relative_to(PROJECT)}:{node.name}", node.lineno] = len(code.intersection(body))
@@ -73,7 +76,7 @@ def test_docstrings_begin_with_the_noun_or_the_verb():
         f"{path.relative_to(PROJECT)}:{where.start}: {text.strip().splitlines()[0]}"
         for path in (*SOURCES, *OTHERS)
         if AT_A_BEGINNING.search(path.read_text())
-        for where, text in bare_strings(tree_of(path))
+        for where, text in bare_strings(path)
         if re.split(r"\W", text.strip(), maxsplit=1)[0] in CLAUSE_WORDS
     ]
     assert not found, "\n".join(["begin these docstrings with the noun or the verb:", *found])
@@ -82,7 +85,7 @@ def test_docstrings_begin_with_the_noun_or_the_verb():
 def broken_rules(path: Path) -> Iterator[str]:
     """The words of a file that it must not have."""
     text = path.read_text()
-    calls = [node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    calls = [node.func for node in nodes_of(path) if isinstance(node, ast.Call)]
     names = {call.id for call in calls if isinstance(call, ast.Name)}
     yield from names & {"print", "hasattr", "breakpoint"}
     if path != PROJECT / "tasks" / "config" / "environment.py":
