@@ -3,7 +3,6 @@
 from typing import Any
 
 from fastapi import FastAPI
-from prefect.server.api.server import create_app
 from sqlalchemy import Engine, event
 
 _LATE, _EARLY = "BEGIN DEFERRED", "BEGIN IMMEDIATE"
@@ -11,6 +10,8 @@ _LATE, _EARLY = "BEGIN DEFERRED", "BEGIN IMMEDIATE"
 
 def site_app() -> FastAPI:
     """The application of a site's server, for uvicorn."""
+    from prefect.server.api.server import create_app  # a second of processor, which nothing else here needs
+
     write_lock_first()
     return create_app()
 

@@ -21,7 +21,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tests.flows.runs import MakeRun
 from tests.storage.s3 import S3Server, s3_server
 
-ITERATIONS = 6
+ITERATIONS = 4
 STAGES = 5
 
 
