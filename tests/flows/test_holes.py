@@ -29,6 +29,7 @@ from tests.small.stored import copied
 
 LAST = 5
 SYNC = Stage.WEIGHT_SYNC
+left_to_ci = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def drive(root: Root, folder: Path, *settings: str, run: str = RUN, last: int = LAST, **more):
@@ -104,8 +105,8 @@ def states(root: Root, run: str) -> list[list[tuple[str, str]]]:
     return [[(one.name, one.digest) for one in need(root, run, at, Stage.TRAIN).parts] for at in range(LAST + 1)]
 
 
-@pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, SYNC])
-@pytest.mark.parametrize("iteration", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [Stage.ROLLOUT, left_to_ci(Stage.REWARD), Stage.TRAIN, left_to_ci(SYNC)])
+@pytest.mark.parametrize("iteration", [left_to_ci(1), 3])
 def test_a_stage_that_is_lost_in_the_middle_is_named_with_a_repair(finished, tmp_path, capfd, iteration, stage):
     root = copied(finished(), tmp_path / "runs")
     lose(root, (iteration, stage))
@@ -137,7 +138,7 @@ def test_the_repair_of_a_fork_has_its_settings(finished, tmp_path, capfd):
     assert repaired(root, tmp_path, said, "rollout.ahead=1") == 2
 
 
-@pytest.mark.parametrize("stage", [Stage.PREPARE, Stage.TRAIN, SYNC])
+@pytest.mark.parametrize("stage", [Stage.PREPARE, Stage.TRAIN, left_to_ci(SYNC)])
 def test_without_the_beginning_a_run_can_only_be_restored_or_begun_again(finished, tmp_path, capfd, stage):
     root = copied(finished(), tmp_path / "runs")
     before = need(root, RUN, 0, stage)
@@ -154,9 +155,9 @@ def test_without_the_beginning_a_run_can_only_be_restored_or_begun_again(finishe
     "lost",
     [
         [(LAST, Stage.EVALUATE)],
-        [(LAST, Stage.EVALUATE), (LAST, SYNC)],
+        left_to_ci([(LAST, Stage.EVALUATE), (LAST, SYNC)]),
         [(LAST, stage) for stage in LOOP[3:]],
-        [(LAST, stage) for stage in LOOP[2:]],
+        left_to_ci([(LAST, stage) for stage in LOOP[2:]]),
         [(LAST, stage) for stage in LOOP[1:]],
     ],
     ids=len,
@@ -172,7 +173,7 @@ def test_the_newest_stages_are_simply_done_again(finished, tmp_path, lost):
     assert verify(root, RUN).sound
 
 
-@pytest.mark.parametrize("lost", [(LAST, stage) for stage in (Stage.ROLLOUT, Stage.TRAIN)])
+@pytest.mark.parametrize("lost", [left_to_ci((LAST, Stage.ROLLOUT)), (LAST, Stage.TRAIN)])
 def test_the_newest_iteration_needs_what_comes_before_a_stage_that_is_there(finished, tmp_path, capfd, lost):
     root = copied(finished(), tmp_path / "runs")
     lose(root, lost)
@@ -198,7 +199,7 @@ def test_the_repair_begins_with_a_state_that_was_stored(finished, tmp_path, capf
     assert repaired(root, tmp_path, refused(root, tmp_path, capfd, "storage.save_every=3"), "storage.save_every=3") == 3
 
 
-@pytest.mark.parametrize(("lost", "last"), [pytest.param(2, 0, marks=pytest.mark.slow), (5, 4)])
+@pytest.mark.parametrize(("lost", "last"), [left_to_ci(2, 0), (5, 4)])
 def test_the_repair_begins_with_a_state_that_is_kept(finished, tmp_path, capfd, lost, last):
     root = copied(finished("storage.keep_newest=2"), tmp_path / "runs")
     lose(root, (lost, Stage.REWARD))
@@ -206,9 +207,7 @@ def test_the_repair_begins_with_a_state_that_is_kept(finished, tmp_path, capfd, 
     assert repaired(root, tmp_path, said, "storage.keep_newest=2") == last
 
 
-@pytest.mark.parametrize(
-    ("keep", "last"), [((), 2), pytest.param(("storage.keep_newest=2",), 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("keep", "last"), [((), 2), left_to_ci(("storage.keep_newest=2",), 0)])
 def test_the_repair_of_a_run_that_samples_ahead_has_the_weights_that_sample(finished, tmp_path, capfd, keep, last):
     settings = ("rollout.ahead=2", *keep)
     root = copied(finished(*settings), tmp_path / "runs")
@@ -217,8 +216,8 @@ def test_the_repair_of_a_run_that_samples_ahead_has_the_weights_that_sample(fini
     assert repaired(root, tmp_path, said, *settings) == last
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("stage", [Stage.ROLLOUT, Stage.REWARD, Stage.TRAIN, SYNC])
+@pytest.mark.parametrize("ahead", [left_to_ci(0), 2])
+@pytest.mark.parametrize("stage", [Stage.ROLLOUT, left_to_ci(Stage.REWARD), Stage.TRAIN, left_to_ci(SYNC)])
 def test_a_killed_run_has_no_hole(tmp_path, ahead, stage):
     root, last = open_root(str(tmp_path / "runs")), 3
     with pytest.raises(Killed):
@@ -256,7 +255,10 @@ def test_of_a_run_with_reruns_the_head_counts(finished, tmp_path, capfd):
     assert repaired(root, tmp_path, said) == 3
 
 
-@pytest.mark.parametrize("lost", [(0, Stage.SELECT), (0, Stage.RESCORE), (0, Stage.PREPARE), (1, Stage.TRAIN)])
+@pytest.mark.parametrize(
+    "lost",
+    [left_to_ci((0, Stage.SELECT)), (0, Stage.RESCORE), left_to_ci((0, Stage.PREPARE)), (1, Stage.TRAIN)],
+)
 def test_a_retraining_names_what_it_has_lost(finished, tmp_path, lost):
     root, run = copied(finished(), tmp_path / "runs"), "again"
     config = retrain_config(root, run, {"start": f"{RUN}@2", "select": [RUN], "samples": 8, "rescore": True})

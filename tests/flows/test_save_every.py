@@ -1,5 +1,7 @@
 """States that are not stored are made again, equal to what their manifests record, or refused."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,19 +61,22 @@ def tables(root: Root, run: str = RUN) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def each(tmp_path_factory) -> list[Root]:
-    """Runs that store each state, by `rollout.ahead`."""
-    found = []
-    for ahead in (0, 1):
+def each(tmp_path_factory) -> Callable[[int], Root]:
+    """A run that stores each state, with this `rollout.ahead`; driven once."""
+
+    @functools.cache
+    def made(ahead: int) -> Root:
         folder = tmp_path_factory.mktemp("each")
-        found.append(open_root(str(folder / "runs")))
-        drive(found[-1], folder, f"rollout.ahead={ahead}")
-    return found
+        root = open_root(str(folder / "runs"))
+        drive(root, folder, f"rollout.ahead={ahead}")
+        return root
+
+    return made
 
 
 @pytest.fixture
 def expected(each) -> list[str]:
-    return digests(each[0])
+    return digests(each(0))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +108,7 @@ def test_a_third_of_the_states_and_the_last_are_stored(whole, expected):
     ("stage", "iteration", "ahead"),
     [
         (Stage.WEIGHT_SYNC, 4, 0),
-        (Stage.ROLLOUT, 6, 1),
+        pytest.param(Stage.ROLLOUT, 6, 1, marks=pytest.mark.slow),
         pytest.param(Stage.WEIGHT_SYNC, 4, 1, marks=pytest.mark.slow),
         pytest.param(Stage.ROLLOUT, 6, 0, marks=pytest.mark.slow),
     ],
@@ -113,11 +118,11 @@ def test_a_killed_run_makes_the_states_again(root, tmp_path, each, stage, iterat
     with pytest.raises(Killed):
         drive(root, tmp_path, *settings, at=killing(stage, iteration, Point.STARTED))
     drive(root, tmp_path, *settings)
-    assert digests(root) == digests(each[ahead])
+    assert digests(root) == digests(each(ahead))
     assert verify(root, RUN).sound
 
 
-@pytest.mark.parametrize("then", [1, 2])
+@pytest.mark.parametrize("then", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_setting_may_change_between_a_kill_and_the_next_start(begun, tmp_path, expected, then):
     root = copied(begun, tmp_path / "runs")
     drive(root, tmp_path, f"storage.save_every={then}")
@@ -201,7 +206,7 @@ def test_states_made_under_other_settings_are_not_made_again_under_those_of_the_
 
 
 def test_states_of_another_revision_are_made_again_from_its_samples(whole, each, tmp_path):
-    root, other = copied(whole, tmp_path / "runs"), copied(each[0], tmp_path / "other")
+    root, other = copied(whole, tmp_path / "runs"), copied(each(0), tmp_path / "other")
     for one in (root, other):
         rerun(one, RUN, Wanted(4, Stage.ROLLOUT, "other samples", "tests", new_seeds=True))
     with pytest.raises(Killed):
