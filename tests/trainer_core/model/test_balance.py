@@ -95,7 +95,7 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", [SINGLE, "cp2-ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp2-ep2", "tp2-sp-pp2"))]
+    "layout", ["cp2-ep2", *(pytest.param(name, marks=pytest.mark.slow) for name in (SINGLE, "dp2-ep2", "tp2-sp-pp2"))]
 )
 def test_the_coefficient_acts_as_configured_wherever_prompts_end(folders, layout):
     parallel, folder = MATRIX["qwen3-moe"][layout], folders["qwen3-moe"]

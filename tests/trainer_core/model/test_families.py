@@ -204,7 +204,7 @@ def test_routers_count_what_belongs_to_samples_and_nothing_else(folders, layout)
     ("family", "layout"),
     [
         ("qwen3-moe", SINGLE),
-        ("qwen3-moe", "cp2-ep2"),
+        pytest.param("qwen3-moe", "cp2-ep2", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "tp2-sp-cp2-ep2-etp1", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", "pp2-vpp2-cp2-ep2", marks=pytest.mark.slow),
     ],
@@ -229,8 +229,8 @@ def test_micro_batches_of_the_walks_differ_in_width():
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
-        ("qwen3-moe", ParallelConfig(context=2, data=2)),
         ("deepseek-v3", ParallelConfig(data=2)),
+        pytest.param("qwen3-moe", ParallelConfig(context=2, data=2), marks=pytest.mark.slow),
         pytest.param("qwen3-moe", ParallelConfig(data=2), marks=pytest.mark.slow),
         pytest.param("deepseek-v3", ParallelConfig(context=2, data=2), marks=pytest.mark.slow),
     ],

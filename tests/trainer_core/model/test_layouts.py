@@ -22,8 +22,8 @@ LAYOUTS = {
 # without moments and with a large eps the weights move by about lr * gradient / eps, so that they show the gradient
 PLAIN_GRADIENT = OptimizerConfig(learning_rate=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=0.0)
 TEMPERATURE = 0.7
-WITHIN = {"pp2", "tp2", "uneven"}  # two of these are parts of `tp2-pp2`, and families have uneven stages too
-ROWS = [pytest.param(name, marks=[pytest.mark.slow] if name in WITHIN else []) for name in LAYOUTS]
+LATER = {"pp2", "tp2", "uneven", "tp2-pp2"}  # quick rows divide layers and matrices too: `pp2-vpp2`, `tp2-sp`
+ROWS = [pytest.param(name, marks=[pytest.mark.slow] if name in LATER else []) for name in LAYOUTS]
 
 
 def configuration(parallel, micro_batch_size=4, micro_batch_tokens=8192, **policy):
@@ -132,7 +132,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(walks, layout, limits
     assert largest_difference(other["stepped"], reference["stepped"]) < 5e-6
 
 
-@pytest.mark.parametrize("aggregation", ["sequence", "group"])
+@pytest.mark.parametrize("aggregation", [pytest.param("sequence", marks=pytest.mark.slow), "group"])
 def test_a_normalised_loss_is_the_same_however_it_is_divided(walks, aggregation):
     """15 sequences over two replicas: one of them gets an empty micro-batch."""
     reference = walks(SINGLE, loss_aggregation=aggregation)
@@ -141,7 +141,7 @@ def test_a_normalised_loss_is_the_same_however_it_is_divided(walks, aggregation)
     assert largest_difference(walks(SINGLE)["stepped"], reference["stepped"]) > 1e-4
 
 
-@pytest.mark.parametrize("layout", [pytest.param("pp2", marks=pytest.mark.slow), "dp2", "cp2"])
+@pytest.mark.parametrize("layout", ["cp2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp2", "dp2"))])
 def test_sequence_means_do_not_depend_on_the_layout(walks, layout):
     settings = {"loss_aggregation": "sequence", "micro_batch_size": 3, "entropy_coefficient": 0.1}
     reference, other = walks(SINGLE, **settings), walks(LAYOUTS[layout], **settings)
@@ -149,7 +149,7 @@ def test_sequence_means_do_not_depend_on_the_layout(walks, layout):
     assert largest_difference(reference["stepped"], walks(SINGLE)["stepped"]) > 1e-4
 
 
-@pytest.mark.parametrize("layout", ["single", "tp2-pp2"])
+@pytest.mark.parametrize("layout", ["single", "tp2-sp", pytest.param("tp2-pp2", marks=pytest.mark.slow)])
 def test_rank_0_records_what_it_wrote(walks, layout):
     walk = walks(LAYOUTS.get(layout, SINGLE))
     first, *others = [rank["records"] for rank in walk["ranks"]]

@@ -26,7 +26,7 @@ DIVISIONS = {
     "cp4": (ParallelConfig(context=4), 24),
 }
 MARKS = {
-    **dict.fromkeys(("single", "dp2", "tp2-pp2", "cp2"), pytest.mark.slow),
+    **dict.fromkeys(("split", "dp2", "tp2-pp2", "cp2"), pytest.mark.slow),
     **dict.fromkeys(("pp2-cp2", "cp4"), pytest.mark.full),  # cp2 divides sequences too, and tp2-pp2 layers
 }
 PARAMETERS = [pytest.param(name, marks=MARKS.get(name, [])) for name in DIVISIONS]
