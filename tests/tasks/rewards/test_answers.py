@@ -372,7 +372,7 @@ def test_a_gold_that_cannot_be_read_is_no_score(gold, fact):
 HOSTILE = {
     "letters": "5 " + "a" * 5000,
     "letters in a box": r"\boxed{5 " + "ab" * 900 + "!}",
-    "boxes": r"\boxed{" * 20000,
+    "boxes": r"\boxed{" * 5000,
     "digits": r"\boxed{0.\overline{" + "9" * 1900 + "}}",
     "two unknowns": r"\boxed{x<y \text{ or } y<z}",
     "a set in percent": r"\boxed{\{1,2\}\%}",
