@@ -36,7 +36,7 @@ CELLS = [
     *(("in-flight", Fault(Stage.TRAIN, 3, Point.UPLOAD, victim)) for victim in (FLOW, *WORKERS)),
 ]
 QUICK = {
-    *("train@1:started:engine-0", "train@1:upload:flow", "rollout@2:mid-part:flow", "rollout@2:parts-done:flow"),
+    *("train@1:started:engine-0", "train@1:upload:flow", "rollout@2:mid-part:flow"),
     *("rollout@2:mid-part:trainer-1", "rollout@4:mid-response:flow", "train@3:upload:flow"),
 }
 DAILY = {

@@ -181,13 +181,13 @@ def test_a_policy_at_its_limits_has_a_reward(tmp_path):
     ("function", "settings", "told"),
     [
         ("strange", (), "expected `async def strange"),
-        ("sums", ("environment.arguments.rounds=2",), "rounds"),
+        pytest.param("sums", ("environment.arguments.rounds=2",), "rounds", marks=pytest.mark.slow),
         (
             "sums",
             ("environment.tokens=100", "engine.max_model_len=100"),
             "environment.tokens = 100 is not a limit",
         ),
-        ("sums", ('environment.reasoning_parser="qwen3"',), "reasoning_parser"),
+        pytest.param("sums", ('environment.reasoning_parser="qwen3"',), "reasoning_parser", marks=pytest.mark.slow),
         ("../environments/sums.py:Sums", ('environment.sampling="refuse"',), "is for clients"),
     ],
 )

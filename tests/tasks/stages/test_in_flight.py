@@ -140,7 +140,10 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
+ROWS = [pytest.param(name, marks=[] if name in ("colder", "halved") else pytest.mark.slow) for name in OTHERWISE]
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_a_fork_draws_again_what_was_begun_under_other_settings(calm, tmp_path, name):
     make_fork(calm, RUN, 2, name, [OTHERWISE[name], "run.iterations=3"])
     driver(calm, stored_config(calm, name), tmp_path / name, run=name).drive()

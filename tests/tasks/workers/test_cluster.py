@@ -213,7 +213,7 @@ def test_an_address_that_accepts_and_never_answers_is_refused_in_time():
     assert answer.startswith(f"{InputError.__name__}: the Ray cluster at {address} did not answer within 3 s: check")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1:", ""])
+@pytest.mark.parametrize("host", ["127.0.0.1:", pytest.param("", marks=pytest.mark.slow)])
 def test_an_address_where_nothing_listens_is_refused(host):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
