@@ -253,22 +253,19 @@ def test_a_call_whose_outcome_is_unknown_is_a_failure_and_with_no_retries_it_is_
     assert len(log.read_text().splitlines()) <= 36
 
 
-@pytest.mark.parametrize("how", ["die", "hang", pytest.param("stop", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "how", ["die", pytest.param("hang", marks=pytest.mark.slow), pytest.param("stop", marks=pytest.mark.full)]
+)
 def test_an_environment_that_is_lost_once_costs_only_its_open_turn(tmp_path, undisturbed, how):
     root = played(tmp_path, "Once", {"marks": str(tmp_path), "how": how}, "environment.seconds=12.0")
     rows = rollout(root)
     assert rows == rollout(undisturbed)
     found = [one for some in failures(root) for one in some]
     assert len(found) == 6  # one of each prompt
-    word = {
-        "die": "exit: the process of its environment ended during turn 2",
-        "hang": "timeout: turn 2",
-        "stop": "timeout: turn 2",
-    }[how]
-    assert all(one.startswith(word) and "of prompt '" in one for one in found)
+    reason, words = SAID[how]
+    assert all(one.startswith(f"{reason}: {words} '") for one in found)
     assert rewards(root) == rewards(undisturbed)
     found = need(root, RUN, 1, Stage.ROLLOUT).metrics
-    reason = word.partition(":")[0]
     assert found["environment_s"] > (0 if how == "die" else 6 * 4.9)  # with the calls that failed
     counted = {name: value for name, value in found.items() if name.startswith("environment_failures")}
     assert counted == dict.fromkeys(

@@ -90,6 +90,7 @@ def test_members_that_end_differently_are_kept_if_the_call_changes_nothing(make_
         group.submit("send_weights", "nothing").wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_from(make_group):
     group = make_group(collections.deque, [([],)])
     with pytest.raises(
@@ -100,6 +101,7 @@ def test_an_error_that_is_none_of_ours_ends_the_group_and_tells_where_it_came_fr
     assert not group.alive()
 
 
+@pytest.mark.slow
 def test_an_object_that_cannot_be_made_is_told_by_the_first_call_alone(make_group, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
     call = make_group(open_root, [("nonsense://x",)]).submit("exists", "key")
