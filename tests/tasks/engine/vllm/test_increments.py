@@ -37,8 +37,14 @@ def steps(engine, begun, count=None):
     return None
 
 
-@pytest.mark.parametrize("kills", [(9,), (16, 5, 8), (25,)], ids=str)
-@pytest.mark.parametrize("how", [LONG, Sampling(max_tokens=30)], ids=["stopped", "length"])
+@pytest.mark.parametrize(
+    ("how", "kills"),
+    [
+        pytest.param(how, kills, id=f"{name}-{kills}", marks=[] if kills == quick else pytest.mark.slow)
+        for name, how, quick in (("stopped", LONG, (9,)), ("length", Sampling(max_tokens=30), (16, 5, 8)))
+        for kills in ((9,), (16, 5, 8), (25,))
+    ],
+)
 def test_a_response_that_goes_on_has_the_bits_of_one_that_was_never_interrupted(engine, kills, how):
     whole = engine.generate(PROMPTS, SEEDS, how)
     begun = [NOTHING] * len(PROMPTS)

@@ -12,6 +12,9 @@ PROMPTS: list[list[int]] = [[*SHARED, 2 + place, 9] for place in range(6)]
 SEEDS = list(range(6))
 SAMPLING = Sampling(max_tokens=12)
 FAMILIES = ("qwen3-moe", "deepseek-v3")
+OF_ONE_FAMILY = pytest.mark.parametrize(
+    "served", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.slow)], indirect=True
+)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -50,6 +53,7 @@ def test_every_token_but_the_last_has_the_experts_of_transformers(served, tmp_pa
     assert_routes(served, served.engine.generate(PROMPTS, SEEDS, SAMPLING), "new")
 
 
+@OF_ONE_FAMILY
 def test_what_is_computed_again_has_the_same_routes(served):
     whole = served.engine.generate(PROMPTS, SEEDS, SAMPLING)
     tokens, logprobs = (whole[name].to_pylist() for name in ("response_tokens", "logprobs"))
@@ -65,6 +69,7 @@ def test_what_is_computed_again_has_the_same_routes(served):
     assert_routes(served, batch.completions)
 
 
+@OF_ONE_FAMILY
 def test_nothing_is_kept_of_what_nobody_asks_for(served):
     served.engine.enqueue(0, PROMPTS, SEEDS, SAMPLING)
     served.engine.enqueue(1, PROMPTS, SEEDS, SAMPLING)
