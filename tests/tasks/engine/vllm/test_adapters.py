@@ -124,9 +124,7 @@ def test_an_adapter_of_another_base_or_form_is_refused(live, tmp_path):
     assert live.engine.generate(PROMPTS[:1], [0], PLAIN).num_rows == 1
 
 
-@pytest.mark.parametrize(
-    "again", [pytest.param(False, id="adapter", marks=pytest.mark.slow), pytest.param(True, id="base-and-adapter")]
-)
+@pytest.mark.parametrize("again", [False, True], ids=["adapter", "base-and-adapter"])
 def test_requests_under_way_go_on_under_the_new_adapter(live, tmp_path, again):
     old, new = adapter(live, 1), adapter(live, 2)
     live.engine.commit_update(4, send(live.engine, tmp_path / "before", old, 4, "adapter"))
