@@ -19,7 +19,6 @@ from trainer_core.collector import paused
 GROUPS = (
     "tests/trainer_core",
     "tests/flows/site",
-    "tests/flows/site/test_interruptions.py",  # a second site, with a folder, a database and a port of its own
     "tests/integration/test_loop.py",
     "tests/tasks/engine/vllm",
     "tests/integration/test_tutorial.py",
@@ -57,7 +56,6 @@ SHARES = {
     "tests/flows/site/test_elsewhere.py": "tests/flows/server",
     "tests/flows/site/test_notification.py": "tests/flows/server",
     "tests/flows/site/test_planned.py": "tests/flows/server",
-    "tests/flows/site/test_real_stack.py": "tests/flows/site/test_interruptions.py",
     "tests/flows/site/test_reconciling.py": "tests/flows/server",
     "tests/flows/test_prefect_tasks.py": "tests/flows/server",
     "tests/flows/test_subflows.py": "tests/flows/server",

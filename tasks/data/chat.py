@@ -46,8 +46,10 @@ class Turn:
 class _Frame:
     """The text that a template writes around an answer."""
 
+    generation: str  # the generation prompt; empty if the template has none
     opened: str  # text of the generation prompt where a turn with an answer has the answer already
     end: str
+    stops: bool  # True if the end has a stop token
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ class Template:
         check_messages(chat.messages, text, say)
         _check_given(_leaves(chat.tools, ("name", "description")), text, "the tools")
         frame = self._frame(chat)
-        if self.codec.render(chat, answering=False) == text:
+        opens = frame is not None and frame.generation and text.endswith(frame.generation)
+        if not opens and self.codec.render(chat, answering=False) == text:
             self._check_unopened(chat, text, say)
-        if frame is not None and not self.stops(frame.end):
+        if frame is not None and not frame.stops:
             say.note(self._unended(frame.end))
         if "strftime_now" in (self.codec.backend.template or ""):
             say.note("the chat template may write the date: today's is stored, and a run made tomorrow has another")
@@ -79,16 +82,12 @@ class Template:
         turn = _continued(text, whole, frame, message, say) or _after_opening(frame, message, say)
         if turn is None:
             raise InputError(_another(text, whole, message))
-        if not self.stops(frame.end):
+        if not frame.stops:
             say.differ("end", self._unended(frame.end))
         for key in REASONING:
             _check_given([message[key]] if message.get(key) else [], turn.body, f"the answer's {key}")
         _check_given(_leaves(message.get("tool_calls")), turn.body, "the answer's tool calls")
         return turn
-
-    def stops(self, end: str) -> bool:
-        """True if a turn with this end has a stop token."""
-        return not set(self.codec.stop_tokens).isdisjoint(self.codec.encode(end))
 
     def _frame(self, chat: Chat) -> _Frame | None:
         """The text around an answer to these messages; None if the template refuses. Probed once for messages alike."""
@@ -102,27 +101,31 @@ class Template:
         plain = Chat([{**one, "content": mark} for one, mark in zip(chat.messages, marks, strict=True)], chat.tools)
         found = self._answered(plain)
         for one, mark in zip(chat.messages, marks, strict=True):
-            if found is not None and mark not in found[0] and not one.get("tool_calls"):
+            if found is not None and mark not in found[1] and not one.get("tool_calls"):
                 raise InputError(_lost(f"the {one['role']}'s text", str(one["content"])))
         found = found or self._answered(chat)  # a template may want more of a text, such as JSON of a tool
         if found is None:
             return None
-        text, whole = found
+        bare, text, whole = found
         if whole.count(_ANSWER) > 1:
             raise InputError(f"the tokenizer's chat template writes an answer more than once: {_REPAIR}")
         before, there, end = whole.partition(_ANSWER)
-        return _Frame(text.removeprefix(before) if text.startswith(before) else "", end) if there else None
+        if not there:
+            return None
+        stops = not set(self.codec.stop_tokens).isdisjoint(self.codec.encode(end))
+        return _Frame(_after(bare, text), _after(before, text), end, stops)
 
-    def _answered(self, chat: Chat) -> tuple[str, str] | None:
-        """The prompt, and the same with an answer; None if the template refuses the messages."""
+    def _answered(self, chat: Chat) -> tuple[str, str, str] | None:
+        """The messages, the prompt, and the same with an answer; None if the template refuses the messages."""
         try:
+            bare = self.codec.render(chat, answering=False)
             text, again = (self.codec.render(chat, answering=True) for _ in range(2))
             whole = self.codec.render(chat.then({"role": ASSISTANT, "content": _ANSWER}), answering=False)
         except InputError:
             return None
         if text != again:
             raise InputError(f"the tokenizer's chat template makes another text of the same messages: {_REPAIR}")
-        return text, whole
+        return bare, text, whole
 
     def _check_unopened(self, chat: Chat, text: str, say: Say) -> None:
         """Refuse a prompt that ends before a header which the model would have to write."""
@@ -142,6 +145,11 @@ class Template:
             f"the chat template ends a turn with {shown(end)}, which has no stop token: responses end only with one, "
             f"and a trained turn ends with {first!r} instead{repair if special else ''}"
         )
+
+
+def _after(before: str, text: str) -> str:
+    """The rest of a text after its beginning; empty if it begins with something else."""
+    return text.removeprefix(before) if text.startswith(before) else ""
 
 
 def _continued(text: str, whole: str, frame: _Frame, message: Message, say: Say) -> Turn | None:

@@ -202,22 +202,23 @@ def _targets(
     joined = [row for row, whole in wholes.items() if whole[: len(tokens[row])] != tokens[row]]
     alone = dict(zip(joined, codec.encode_batch([texts[row] for row in joined]), strict=True))
     bodies = dict(zip(there, codec.encode_batch([turn.body for turn in there.values()]), strict=True))
+    targets = {row: alone[row] if row in alone else whole[len(tokens[row]) :] for row, whole in wholes.items()}
+    again = dict(zip(there, codec.backend.decode(list(targets.values())), strict=True))
     for row, turn in enumerate(turns):
         if turn is None:
             yield None
-            continue
-        target = alone[row] if row in alone else wholes[row][len(tokens[row]) :]
-        yield _refusal(codec, turn, bodies[row], target) or codec.closed(target)
+        else:
+            yield _refusal(codec, turn, bodies[row], again[row]) or codec.closed(targets[row])
 
 
-def _refusal(codec: TextCodec, turn: Turn, body: list[int], target: list[int]) -> InputError | None:
+def _refusal(codec: TextCodec, turn: Turn, body: list[int], made: str) -> InputError | None:
+    """The reason why a turn cannot be trained, whose tokens are those of the text `made`; None if it can."""
     early = next((token for token in (body if turn.end else body[:-1]) if token in codec.stop_tokens), None)
     if early is not None:
         return InputError(
             f"the answer {shown(turn.body)} holds the stop token {codec.visible([early])[0]!r}, and no response goes "
             "on after it: leave it out, or set rollout.stop_tokens"
         )
-    (made,) = codec.backend.decode([target])
     if not _plain(made).startswith(_plain(turn.body)):
         return InputError(
             f"the tokenizer makes {shown(made)} of the answer {shown(turn.body)}, for want of tokens for some of its "

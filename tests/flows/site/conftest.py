@@ -243,7 +243,7 @@ def ended(site: SiteHere, client: SyncPrefectClient, flow_run: FlowRun, attempt:
             wait_until_idle(site)
             return found
         assert time.monotonic() < deadline, found.state
-        time.sleep(0.2)
+        time.sleep(0.5)  # each question costs the server and this process some hundredths of a second of processor
 
 
 def text_of(client: SyncPrefectClient, flow_run: FlowRun) -> str:
