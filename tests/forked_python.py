@@ -48,6 +48,8 @@ MODULES = {
         "prefect.engine",
         "uvicorn",
         "prefect.server.api.server",
+        "prefect.server.database.alembic_commands",
+        "alembic.command",
         "ray.dashboard.head",
         "ray._private.log_monitor",
         "ray.autoscaler._private.monitor",

@@ -25,11 +25,6 @@ DIVISIONS = {
     "pp2-cp2": (ParallelConfig(context=2, pipeline=2), 40),
     "cp4": (ParallelConfig(context=4), 24),
 }
-MARKS = {
-    **dict.fromkeys(("split", "dp2", "tp2-pp2", "cp2"), pytest.mark.slow),
-    **dict.fromkeys(("pp2-cp2", "cp4"), pytest.mark.full),  # cp2 divides sequences too, and tp2-pp2 layers
-}
-PARAMETERS = [pytest.param(name, marks=MARKS.get(name, [])) for name in DIVISIONS]
 OBJECTIVES = {
     "clip": {"old_policy": "behaviour"},
     "dual": {"old_policy": "behaviour", "loss": {"type": "clip", "dual_limit": 1.1}},
@@ -59,16 +54,39 @@ OBJECTIVES = {
     },
     "mask-sequence": {"correction": {"type": "mask", "level": "sequence_mean", "low": 0.9, "high": 1.1}},
 }
+DAILY = {
+    "split": tuple(OBJECTIVES),
+    "dp2": ("gspo", "sft", "dpo", "tis", "icepop", "reinforce++"),
+    "tp2-pp2": ("clip", "dual", "cispo", "kl", "distilled"),
+    "cp2": ("gspo", "dpo", "tis-sequence", "mask-sequence", "kl-reward", "distilled-rewards"),
+}
+"""Objectives by layout in CI: all where one rank has several micro-batches, and each where ranks divide the batch,
+sequences or the model; sums over a sequence where ranks divide it. The others are left to `make prove`."""
 
 
-def stepped(trainer, tokens, samples, reference, folder):
-    """Take one step on each objective from the imported weights, in micro-batches of that many tokens."""
+def rows(*names):
+    """Each division with each of these objectives."""
+    return [
+        pytest.param(division, name, marks=[] if division == "split" else pytest.mark.slow)
+        if name in DAILY.get(division, ())
+        else pytest.param(division, name, marks=pytest.mark.full)
+        for division in DIVISIONS
+        for name in names
+    ]
+
+
+def test_every_objective_is_tried_on_a_division_every_day():
+    assert {name for division, names in DAILY.items() if division != "split" for name in names} == OBJECTIVES.keys()
+
+
+def stepped(trainer, names, tokens, samples, reference, folder):
+    """Take one step on each of these objectives from the imported weights, in micro-batches of that many tokens."""
     from trainer_core.phases.policy import PolicyPhase
 
     passes, metrics = dataclasses.replace(trainer._passes, limits=BatchLimits(tokens)), {}
-    for name, settings in OBJECTIVES.items():
+    for name in names:
         trainer.import_model()
-        policy = PolicyConfig.model_validate(settings)
+        policy = PolicyConfig.model_validate(OBJECTIVES[name])
         phase = PolicyPhase(passes, trainer._optimizer, policy, TEMPERATURE, (0,))
         metrics[name] = phase.run(samples, reference if policy.needs_reference else None).report
         export(trainer, f"{folder}/{name}")
@@ -107,35 +125,47 @@ def expected(model_dir, samples, reference, tmp_path_factory):
     return losses, {name: read_export(folder / name) for name in OBJECTIVES}
 
 
-@pytest.fixture(scope="module", params=PARAMETERS)
-def found(request, model_dir, samples, reference, tmp_path_factory):
-    parallel, tokens = DIVISIONS[request.param]
-    folder = tmp_path_factory.mktemp("stepped")
-    settings = TrainerConfig(parallel=parallel, optimizer=PLAIN_GRADIENT, max_length=64)
-    metrics = run_trainers(model_dir, settings, stepped, tokens, samples, reference, str(folder))[0]
-    return metrics, {name: read_export(folder / name) for name in OBJECTIVES}
+@pytest.fixture(scope="module")
+def found(model_dir, samples, reference, tmp_path_factory):
+    """Metrics and weights after a step, by division and objective; those of a day are computed together."""
+    done = {}
+
+    def step(division, name):
+        daily = DAILY.get(division, ())
+        names = daily if name in daily else tuple(one for one in OBJECTIVES if one not in daily)
+        if (division, name) not in done:
+            parallel, tokens = DIVISIONS[division]
+            folder = tmp_path_factory.mktemp("stepped")
+            settings = TrainerConfig(parallel=parallel, optimizer=PLAIN_GRADIENT, max_length=64)
+            given = names, tokens, samples, reference, str(folder)
+            metrics = run_trainers(model_dir, settings, stepped, *given)[0]
+            done.update({(division, one): (metrics[one], read_export(folder / one)) for one in names})
+        return done[division, name]
+
+    return step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_step_is_that_of_a_plain_implementation(name, expected, found, model_dir):
+@pytest.mark.parametrize(("division", "name"), rows(*OBJECTIVES))
+def test_a_step_is_that_of_a_plain_implementation(division, name, expected, found, model_dir):
     losses, weights = expected
-    metrics, own = found
-    assert metrics[name]["loss"] == pytest.approx(losses[name], rel=1e-4, abs=1e-5)
-    assert own[name].keys() == weights[name].keys()
+    metrics, own = found(division, name)
+    assert metrics["loss"] == pytest.approx(losses[name], rel=1e-4, abs=1e-5)
+    assert own.keys() == weights[name].keys()
     original = read_export(model_dir)
-    assert max(np.abs(own[name][key] - original[key]).max() for key in original) > 1e-2
+    assert max(np.abs(own[key] - original[key]).max() for key in original) > 1e-2
     for key, weight in weights[name].items():
-        np.testing.assert_allclose(own[name][key], weight, rtol=0, atol=5e-6, err_msg=key)
+        np.testing.assert_allclose(own[key], weight, rtol=0, atol=5e-6, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["clip", "dual", "gspo", "cispo"])
-def test_some_ratios_are_clipped(name, found):
-    assert 0.05 < found[0][name]["clip_fraction"] < 0.95
+@pytest.mark.parametrize(("division", "name"), rows("clip", "dual", "gspo", "cispo"))
+def test_some_ratios_are_clipped(division, name, found):
+    metrics, _ = found(division, name)
+    assert 0.05 < metrics["clip_fraction"] < 0.95
 
 
-@pytest.mark.parametrize("name", ["tis", "tis-sequence", "icepop", "mask-sequence"])
-def test_the_correction_is_reported(name, found):
-    metrics = found[0][name]
+@pytest.mark.parametrize(("division", "name"), rows("tis", "tis-sequence", "icepop", "mask-sequence"))
+def test_the_correction_is_reported(division, name, found):
+    metrics, _ = found(division, name)
     assert 0.05 < metrics["correction_fraction"] < 0.95
     assert 0.01 < metrics["engine_kl"] < 0.1  # differences of 0.3 nat are a KL of 0.045 (0.37 and 0.2: 0.044)
