@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-RAY = ("/ray/dashboard/dashboard.py", "/ray/_private/log_monitor.py", "/ray/autoscaler/_private/monitor.py")
-"""Ray's agents are not among them: they end if their parent is not the raylet."""
+AGENTS = ("/ray/dashboard/agent.py", "/ray/_private/runtime_env/agent/main.py")
+"""They end if their parent is not the raylet; so this process ends with it, and the forked one with this."""
+RAY = ("/ray/dashboard/dashboard.py", "/ray/_private/log_monitor.py", "/ray/autoscaler/_private/monitor.py", *AGENTS)
+PR_SET_PDEATHSIG = 1
 WORKER = "/ray/_private/workers/default_worker.py"
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -48,6 +50,10 @@ def main(folder: str, python: str, arguments: list[str]) -> None:
     kind = kind_of(arguments[options:]) if len(arguments) > options else None
     if kind is None or not Path(folder, kind, "socket").exists():
         os.execv(python, [python, *arguments])
+    if arguments[options].endswith(AGENTS):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     files = [int(link.name) for link in Path("/proc/self/fd").iterdir() if link.exists()]
     lifeline, _held = os.pipe()
     server = socket.socket(socket.AF_UNIX)

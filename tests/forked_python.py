@@ -51,6 +51,8 @@ MODULES = {
         "prefect.server.database.alembic_commands",
         "alembic.command",
         "ray.dashboard.head",
+        "ray.dashboard.agent",
+        "ray._private.runtime_env.agent.runtime_env_agent",
         "ray._private.log_monitor",
         "ray.autoscaler._private.monitor",
     ),
@@ -237,6 +239,8 @@ def _execute(arguments: list[str]) -> None:
             importlib.import_module("prefect.logging.configuration").setup_logging(incremental=False)
     if "ray" in sys.modules:
         importlib.import_module("ray._raylet").Config.initialize("")
+        if "RAY_RAYLET_PID" in os.environ:  # an agent ends if its parent is another process
+            os.environ["RAY_RAYLET_PID"] = f"{os.getppid()}"
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
