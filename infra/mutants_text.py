@@ -90,8 +90,8 @@ TEXT = (
         "letter-found-elsewhere",
         "a short text counts as rendered if the template writes its letters elsewhere",
         "tasks/data/chat.py",
-        "if found is not None and mark not in found[0] and",
-        'if found is not None and str(one["content"]) not in found[0] and not mark and',
+        "if found is not None and mark not in found[1] and",
+        'if found is not None and str(one["content"]) not in found[1] and not mark and',
         _LOST,
     ),
     Mutant(
@@ -170,8 +170,8 @@ TEXT = (
         "joined-with-the-prompt",
         "an answer is trained from other tokens than follow the prompt where the tokenizer joins them",
         "tasks/data/prompts.py",
-        "target = alone[row] if row in alone else wholes[row][len(tokens[row]) :]",
-        "target = wholes[row][len(tokens[row]) :]",
+        "row: alone[row] if row in alone else whole[len(tokens[row]) :]",
+        "row: whole[len(tokens[row]) :]",
         ("tests/tasks/data/test_prompts.py::test_an_answer_follows_the_tokens_of_its_prompt",),
     ),
     Mutant(

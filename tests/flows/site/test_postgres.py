@@ -68,7 +68,7 @@ def site(postgres: Postgres, python: None, tmp_path_factory: pytest.TempPathFact
         command("down", f"--folder={folder}")
 
 
-@pytest.mark.full  # CI has a schedule, a Retry and a database that restarts each once, over both databases together
+@pytest.mark.full  # in CI schedules and Retry are on SQLite, and a restart of the database is on PostgreSQL
 def test_a_schedule_fires_and_a_failed_flow_run_is_retried(site: SiteHere, tmp_path: Path):
     root, config = str(tmp_path / "runs"), tmp_path / "small.toml"
     config.write_text(_DOCUMENT)

@@ -117,13 +117,16 @@ def test_a_run_whose_engine_and_rank_are_killed(
     store, within = open_root(root), plan(site, ENGINE, RANK)
     with watched(site) as seen:
         flow_run = begun(client, root)
+        open_flow_run(page, site, flow_run, pictures)
+        page.wait_for_url(lambda url: "/login" not in url)
+        page.goto("about:blank")  # while the run starts: afterwards each second before Cancel is one of computation
         wait_for(lambda: ended_iterations(store, "tiny", ITERATIONS) > 2)
         assert {str(fault) for fault in within.delivered()} >= {ENGINE, RANK}
         assert client.read_flow_run(flow_run.id).run_count == 1
         assert "engine 0 died" in text_of(client, flow_run)
         assert len(seen) == 4, seen  # a rank and an engine, and one more of each: the other survives
 
-        open_flow_run(page, site, flow_run, pictures)
+        page.go_back()
         page.get_by_role("button", name="Cancel").first.click()
         page.get_by_role("dialog").get_by_role("button", name="Confirm").wait_for()
         photograph(page, pictures / "cancel-1-dialog.png")
