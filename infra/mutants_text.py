@@ -87,6 +87,14 @@ TEXT = (
         _LOST,
     ),
     Mutant(
+        "opened-once-opened-always",
+        "a template that opens the turn after one text is taken to open it after all of the same roles",
+        "tasks/data/chat.py",
+        "frame.generation and text.endswith(frame.generation)",
+        "frame.generation",
+        (f"{_CHAT}a_template_that_opens_the_turn_after_some_texts_alone_is_refused",),
+    ),
+    Mutant(
         "letter-found-elsewhere",
         "a short text counts as rendered if the template writes its letters elsewhere",
         "tasks/data/chat.py",

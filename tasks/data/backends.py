@@ -124,6 +124,8 @@ class Makers:
         return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
+        if not rows:  # of which transformers makes one text
+            return []
         return self.tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_id(self, text: str) -> int | None:

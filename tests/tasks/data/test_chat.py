@@ -164,6 +164,17 @@ def test_a_prompt_that_lacks_what_was_said_is_refused(tmp_path, chat_template, r
     assert fact in str(caught.value)
 
 
+def test_a_template_that_opens_the_turn_after_some_texts_alone_is_refused(tmp_path):
+    """Messages of the same roles as those before them are looked at too."""
+    opening = "{% if add_generation_prompt and messages[-1].content != 'Bye' %}<|assistant|>{% endif %}"
+    codec = TextCodec.from_directory(chat_model(tmp_path, template=template(opening=opening)))
+    renderer = Renderer(DataSection(train="unused").sources("train")[0], codec, "train", False)
+    records = [{"prompt": [{"role": "user", "content": text}]} for text in ("Hello", "Bye")]
+    reads = [Read(f"record {number}", record) for number, record in enumerate(records, 1)]
+    with pytest.raises(InputError, match="record 2: .* ignores add_generation_prompt"):
+        mapped(prompt_batches(reads, renderer, Room(1000, 1)))
+
+
 NOTED = {
     "block": (DROPS, {"prompt": ASKED, "answer": BLOCK}, "the generation prompt ends with '<think>\\n'"),
     "trimmed system": (
