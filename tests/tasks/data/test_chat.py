@@ -171,7 +171,7 @@ def test_a_template_that_opens_the_turn_after_some_texts_alone_is_refused(tmp_pa
     renderer = Renderer(DataSection(train="unused").sources("train")[0], codec, "train", False)
     records = [{"prompt": [{"role": "user", "content": text}]} for text in ("Hello", "Bye")]
     reads = [Read(f"record {number}", record) for number, record in enumerate(records, 1)]
-    with pytest.raises(InputError, match="record 2: .* ignores add_generation_prompt"):
+    with pytest.raises(InputError, match=r"record 2: .* ignores add_generation_prompt"):
         mapped(prompt_batches(reads, renderer, Room(1000, 1)))
 
 
