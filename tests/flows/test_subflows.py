@@ -164,7 +164,6 @@ def test_an_iteration_that_never_began_is_not_shown(prefect_api: str, root: Root
         assert len(read_tasks(client, state.state_details.flow_run_id)) == 1  # the one that stands for the subflow
 
 
-@pytest.mark.slow
 def test_a_suspended_flow_run_ends_after_the_stage_under_way_and_leaves_no_subflow_running(
     prefect_api: str, root: Root, tmp_path: Path
 ):

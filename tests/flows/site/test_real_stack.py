@@ -87,7 +87,6 @@ def computing(site: SiteHere) -> set[tuple[int, float]]:
     return found
 
 
-@pytest.mark.full  # CI has a Retry in the browser over small workers, and kills within the retries over real ones
 def test_kills_beyond_the_retries_end_red_and_retry_continues(
     site: SiteHere, client: SyncPrefectClient, page, pictures: Path, root: str
 ):
