@@ -11,6 +11,14 @@ _CONNECTION = ("tests/tasks/workers/test_connection.py",)
 
 HOSTS = (
     Mutant(
+        "hanging-ranks-are-waited-for",
+        "after a rank's death on a card the command waits for ranks whose calls do not end",
+        "tasks/workers/actors.py",
+        "    return _GRACE_S if keeps or not any(isinstance(one, WorkerDied) for one in failures) else 0.0\n",
+        "    return _GRACE_S\n",
+        _SURVIVORS,
+    ),
+    Mutant(
         "ray-left-under-a-call",
         "when Ray's node dies while a rollout runs beside a training, Ray ends the command",
         "tasks/workers/connection.py",

@@ -95,6 +95,8 @@ class WorkerGroup:
         self._ended = False
         self._left: dict[int, Any] = {}
         self._ray = CONNECTION.held_by(self)
+        self.keeps = True
+        """True if members that outlive another are kept, for the next group. Their calls end soon after its death."""
         self._where: list[Any] = []
 
     @classmethod
@@ -191,6 +193,7 @@ class WorkerGroup:
     def end(self, spared: Collection[int] = ()) -> None:
         """As `Group.end`; the members in those places live on, for `survivors`."""
         self._ended = True
+        spared = spared if self.keeps else ()
         self._left = {place: self._actors[place] for place in spared}
         with suppress(WorkerLost):  # with Ray itself they have ended
             for place, actor in enumerate(self._actors):
@@ -204,7 +207,7 @@ class WorkerGroup:
         pending, deadline = references, time.monotonic() + deadline_s
         while pending:
             left = max(0.0, deadline - time.monotonic())
-            ready, pending = CONNECTION.wait(self._ray, pending, min(_GRACE_S, left) if failures else left)
+            ready, pending = CONNECTION.wait(self._ray, pending, min(grace_s(failures.values(), self.keeps), left))
             if not ready:
                 break
             for reference in ready:
@@ -346,6 +349,14 @@ def _answered(references: list[Any], timeout_s: float) -> tuple[set[int], set[in
         except ray.exceptions.RayError:
             dead.add(references.index(reference))
     return {references.index(reference) for reference in ready} - dead, dead
+
+
+def grace_s(failures: Collection[RatchetError], keeps: bool) -> float:
+    """Time for the others to end their part of a call after these failures. Those that a death leaves in the middle of
+    one, and who are not kept, get none; their errors would not be told."""
+    if not failures:
+        return math.inf
+    return _GRACE_S if keeps or not any(isinstance(one, WorkerDied) for one in failures) else 0.0
 
 
 def _outlived(failures: Mapping[int, RatchetError], done: Iterable[int]) -> set[int]:

@@ -31,7 +31,6 @@ class RankActors(WorkerGroup):
         super().__init__(labels, actors)
         self._meeting_place, self._name = meeting_place, name
         self.keeps = False
-        """True if ranks that outlive another one are kept, for the next group."""
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:
@@ -39,7 +38,7 @@ class RankActors(WorkerGroup):
         return cls(labels, actors, name=name)
 
     def end(self, spared: Collection[int] = ()) -> None:
-        super().end(spared if self.keeps else ())
+        super().end(spared)
         if self._meeting_place is not None:
             shutil.rmtree(self._meeting_place, ignore_errors=True)
         if self._name is not None:

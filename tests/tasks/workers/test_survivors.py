@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from storage.errors import WorkerLost
+from storage.errors import InputError, WorkerLost
 from tasks.config.environment import Settings
-from tasks.workers.actors import fresh_names, spawn
+from tasks.workers.actors import WorkerDied, fresh_names, grace_s, spawn
 from tasks.workers.ranks import start_trainers
 from tasks.workers.stalls import current_stage, within
 from trainer_core.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -40,6 +41,12 @@ class Rank:
         if self.rank == dies:
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("connection closed by peer")
+
+    def hang(self, dies: int, folder: Path) -> None:
+        if self.rank == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(4)  # less than the others get where they are kept
+        (folder / str(self.rank)).touch()
 
 
 def group_of(there=None):
@@ -83,3 +90,29 @@ def test_survivors_keep_their_places_until_something_else_than_a_death_ends_them
     third.submit("where").wait(WAIT_S)
     assert re.search(r"failed in meet on host \S+ and was ended", fails(third, None))
     assert third.survivors() == {}
+
+
+@pytest.mark.parametrize(
+    ("failures", "keeps", "waits"),
+    [
+        ([], False, True),
+        ([InputError("the first to fail")], False, True),
+        ([InputError("the first to fail"), WorkerDied("rank 1")], False, False),
+        ([WorkerDied("rank 1")], False, False),
+        ([WorkerDied("rank 1")], True, True),
+    ],
+)
+def test_nobody_waits_for_those_that_a_death_leaves_in_a_call_that_does_not_end(failures, keeps, waits):
+    assert (grace_s(failures, keeps) > 0) == waits
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster_of_group")
+def test_a_death_ends_a_group_at_once_whose_members_would_hang(tmp_path):
+    group = group_of()
+    group.submit("where").wait(WAIT_S)
+    group.keeps = False  # as on cards
+    with pytest.raises(WorkerLost, match="trainer rank 1 of 3 died during hang"):
+        group.submit("hang", 1, tmp_path).wait(WAIT_S)
+    assert list(tmp_path.iterdir()) == []
+    assert group.survivors() == {}
