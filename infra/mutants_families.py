@@ -63,7 +63,7 @@ FAMILIES = (
         "trainer_core/objectives/tokens.py",
         "        return _added(grads[0], ctx.group), None\n",
         "        return grads[0], None\n",
-        _OBJECTIVES,
+        ("tests/trainer_core/objectives/test_tokens.py",),
     ),
     Mutant(
         "divided-loss-counted-by-each-rank",
