@@ -8,12 +8,9 @@ import pytest
 from flows.run import ready, run
 from storage.backends.root import open_root
 from storage.errors import InputError, LeaseHeld, StorageUnavailable
-from storage.manifest import commit
 from storage.ownership.lease import hold
-from tasks.config.stored import record_config
-from tasks.stages.names import Stage
-from tests.flows.runs import make_manifest
 from tests.small.config import small_config
+from tests.small.driving import driver
 
 
 @pytest.mark.parametrize(
@@ -47,8 +44,7 @@ def test_a_run_keeps_its_configuration_and_refuses_another_meaning(tmp_path: Pat
     url, config = str(tmp_path / "runs"), small_config()
     root = ready("first", url, config)
     assert root.folders() == []
-    digest = record_config(root, "first", config)
-    commit(root, make_manifest("first", 0, Stage.TRAIN, config_digest=digest))
+    driver(root, config, tmp_path / "scratch", run="first").drive()
     ready("first", url, small_config(["engine.count=2", "run.iterations=7"]))
     with pytest.raises(InputError, match=r"run\.seed: the run was started with 0, but is now given 4"):
         ready("first", url, small_config(["run.seed=4"]))
