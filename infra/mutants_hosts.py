@@ -86,8 +86,8 @@ HOSTS = (
         "survivors-ended",
         "ranks that outlive another one are ended with it",
         "tasks/workers/ranks.py",
-        "super().end(spared if self.keeps else ())",
-        "super().end()",
+        "        super().end(spared)\n",
+        "        super().end()\n",
         _SURVIVORS,
     ),
     Mutant(

@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.states import Cancelling
+from prefect.client.schemas.objects import StateType
 
 from flows.proof.faults import Fault, FaultFolder
 from flows.views.history import ended_iterations
@@ -50,13 +49,6 @@ def plan(site: SiteHere, *points: str) -> FaultFolder:
     return folder
 
 
-def begun(client: SyncPrefectClient, root: str) -> FlowRun:
-    real = client.read_deployment_by_name("train/real").id
-    settings = ["evaluate.every=0", "run.retries=1"]
-    given = {"run": "tiny", "root": root, "config": str(TINY), "iterations": ITERATIONS, "settings": settings}
-    return client.create_flow_run_from_deployment(real, parameters=given)
-
-
 @contextmanager
 def watched(site: SiteHere) -> Iterator[set[tuple[int, float]]]:
     """Collect every process of a rank or an engine that lives during the block."""
@@ -87,12 +79,15 @@ def computing(site: SiteHere) -> set[tuple[int, float]]:
     return found
 
 
-def test_kills_beyond_the_retries_end_red_and_retry_continues(
+def test_a_run_whose_engine_and_rank_are_killed(
     site: SiteHere, client: SyncPrefectClient, page, pictures: Path, root: str
 ):
-    store = open_root(root)
+    """Faults beyond the retries end red, and Retry continues; within, dead processes are replaced. A person cancels."""
+    store, real = open_root(root), client.read_deployment_by_name("train/real").id
     beyond = plan(site, "weight-sync@0:sent:engine-0", "weight-sync@0:served:engine-0")
-    flow_run = begun(client, root)
+    settings = ["evaluate.every=0", "run.retries=1"]
+    given = {"run": "tiny", "root": root, "config": str(TINY), "iterations": ITERATIONS, "settings": settings}
+    flow_run = client.create_flow_run_from_deployment(real, parameters=given)
     failed = ended(site, client, flow_run).state
     assert failed.is_failed(), failed
     assert failed.message.startswith("During weight-sync of iteration 0: engine 0"), failed.message
@@ -100,30 +95,17 @@ def test_kills_beyond_the_retries_end_red_and_retry_continues(
     open_flow_run(page, site, flow_run, pictures)
     page.get_by_text("Everything that was committed is kept").first.wait_for()
     photograph(page, pictures / "real-1-red.png")
-    press_retry(page, pictures / "real-2-dialog.png")
-    wait_for(lambda: ended_iterations(store, "tiny", ITERATIONS) > 1)
-    assert client.read_flow_run(flow_run.id).run_count == 2
-    assert need(store, "tiny", 0, Stage.TRAIN).attempt == 0
-    assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 2
-    client.set_flow_run_state(flow_run.id, Cancelling())
-    assert ended(site, client, flow_run, attempt=2).state.type is StateType.CANCELLED
 
-
-def test_a_run_whose_engine_and_rank_are_killed(
-    site: SiteHere, client: SyncPrefectClient, page, pictures: Path, root: str
-):
-    """Dead processes are replaced, and the others survive. A person cancels."""
-    store, within = open_root(root), plan(site, ENGINE, RANK)
+    within = plan(site, ENGINE, RANK)
     with watched(site) as seen:
-        flow_run = begun(client, root)
-        open_flow_run(page, site, flow_run, pictures)
-        page.wait_for_url(lambda url: "/login" not in url)
-        page.goto("about:blank")  # while the run starts: afterwards each second before Cancel is one of computation
+        press_retry(page, pictures / "real-2-dialog.png")
         wait_for(lambda: ended_iterations(store, "tiny", ITERATIONS) > 2)
         assert {str(fault) for fault in within.delivered()} >= {ENGINE, RANK}
-        assert client.read_flow_run(flow_run.id).run_count == 1
+        assert client.read_flow_run(flow_run.id).run_count == 2
         assert "engine 0 died" in text_of(client, flow_run)
         assert len(seen) == 4, seen  # a rank and an engine, and one more of each: the other survives
+        assert need(store, "tiny", 0, Stage.TRAIN).attempt == 0
+        assert need(store, "tiny", 0, Stage.WEIGHT_SYNC).attempt == 2
 
         page.go_back()
         page.get_by_role("button", name="Cancel").first.click()
@@ -138,7 +120,7 @@ def test_a_run_whose_engine_and_rank_are_killed(
             f"from the click to the end of the last process: {time.monotonic() - clicked:.1f} s"
         )
     assert not [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert ended(site, client, flow_run).state.type is StateType.CANCELLED
+    assert ended(site, client, flow_run, attempt=2).state.type is StateType.CANCELLED
     assert StateType.CRASHED not in {state.type for state in client.read_flow_run_states(flow_run.id)}
     page.get_by_text("Cancelled").first.wait_for()
     photograph(page, pictures / "cancel-2-cancelled.png")
