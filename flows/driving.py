@@ -11,7 +11,7 @@ import psutil
 from pydantic import JsonValue
 
 from flows.iteration import Source, redo, source_of
-from flows.preflight import check_past, check_start
+from flows.preflight import check_holes, check_start
 from flows.views.history import last_iteration, next_iteration, read_record, workflow_of
 from flows.views.progress import Progress
 from storage import layout
@@ -86,7 +86,7 @@ class Drive:
             with hold(root, name, self.owner) if self.held is None else nullcontext(self.held) as lease:
                 keep_copies(root, name)
                 # refuses to go on where the record of a rerun is lost
-                check_past(name, root, config)
+                check_holes(name, root, config)
                 digest = self._recorded(lease) if self.held is None else read_config(root, name).digest
                 with self.opener(lease, digest) as context:
                     yield on_head(persistent(context, self.progress.say))
@@ -252,7 +252,7 @@ def conclude(context: RunContext, progress: Progress, iteration: int) -> None:
 def tidy_complete(root: Root, name: str, config: RunConfig, owner: str, held: Lease | None = None) -> None:
     """Delete train states that a complete run no longer keeps: its process may have been killed before it did so.
     Raises WrongRecord if a stage is lost, so that it is not complete."""
-    check_past(name, root, config)
+    check_holes(name, root, config)
     if config.newest_states is None:
         return
     try:

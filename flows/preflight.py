@@ -26,16 +26,15 @@ def begin_on_samples(
 
 def check_start(name: str, root: Root, config: RunConfig) -> None:
     """Refuse what cannot work, or would continue a run with another meaning. A second call repeats little. Raises
-    InputError, StorageUnavailable if the root cannot be written, or as `check_past`."""
+    InputError, or StorageUnavailable if the root cannot be written."""
     check_trackers(config.report)
     if config.retrain is not None and not root.exists(layout.run_config_key(name)):
         fact = f"run {name!r} has [retrain] and does not exist yet"
         raise InputError(f"{fact}: begin it with `ratchet retrain {name} --config FILE`")
     check_config(config, root, prepared_stage(root, name))
     check_record(root, name, config)
-    check_past(name, root, config)
 
 
-def check_past(name: str, root: Root, config: RunConfig) -> None:
-    """Refuse to go on after a stage that is lost. Raises WrongRecord."""
+def check_holes(name: str, root: Root, config: RunConfig) -> None:
+    """Refuse to go on after a stage that is lost. It lists the names of all records. Raises WrongRecord."""
     check_whole(root, workflow_of(config), name, names(root, name), config.rollout.ahead)

@@ -103,7 +103,7 @@ UPKEEP = (
         "hole-goes-on",
         "a run goes on although a stage in the middle of its past is lost",
         "flows/driving.py",
-        "                check_past(name, root, config)\n                digest",
+        "                check_holes(name, root, config)\n                digest",
         "                digest",
         _HOLES,
     ),
@@ -118,9 +118,9 @@ UPKEEP = (
     Mutant(
         "hole-starts-ray",
         "a run with a hole is refused only after Ray and Prefect have started",
-        "flows/preflight.py",
-        "    check_record(root, name, config)\n    check_past(name, root, config)\n",
-        "    check_record(root, name, config)\n",
+        "flows/cli/launch.py",
+        "            check_holes(order.run, root, order.config)  # the",
+        "            # the",
         _HOLES,
     ),
     Mutant(

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from flows.cli.signals import Signals
 from flows.driving import is_complete, tidy_complete
+from flows.preflight import check_holes
 from flows.run import process_cluster, ready, release_workers, run
 from flows.server.temporary import connected, prefect_server
 from flows.views.history import last_iteration, next_iteration
@@ -128,6 +129,7 @@ def drive(order: Order, root: Root, say: Say) -> tuple[RunStatus, RunResult]:
             tidy_complete(root, order.run, order.config, "ratchet run")
             finish_report(root, order.run, order.config, say)
         else:
+            check_holes(order.run, root, order.config)  # the run does so too, once it has its lease
             first = next_iteration(root, order.run, order.config)
             begins = f"at iteration {first}" if first <= order.config.run.iterations else "what is to be done again"
             say(f"run {order.run} begins {begins}; starting Ray and Prefect")

@@ -95,7 +95,7 @@ class WorkerGroup:
         self._ended = False
         self._left: dict[int, Any] = {}
         self._ray = CONNECTION.held_by(self)
-        self.keeps = True
+        self.keeps = False
         """True if members that outlive another are kept, for the next group. Their calls end soon after its death."""
         self._where: list[Any] = []
 

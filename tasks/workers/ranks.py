@@ -30,7 +30,6 @@ class RankActors(WorkerGroup):
     ) -> None:
         super().__init__(labels, actors)
         self._meeting_place, self._name = meeting_place, name
-        self.keeps = False
 
     @classmethod
     def found(cls, name: str, labels: Sequence[str], actors: Sequence[Any]) -> Self:

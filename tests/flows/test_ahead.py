@@ -1,6 +1,5 @@
 """Rollouts beside a training: the setting is part of the run's meaning; reruns and forks keep the order of draws."""
 
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from tasks.forking import make_fork
 from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import PROMPTS, small_config
 from tests.small.driving import RUN, Killed, driver, killing
-from tests.small.stored import copied
+from tests.small.stored import copied, driven_once
 
 
 @pytest.fixture
@@ -38,15 +37,7 @@ def drive(root: Root, tmp_path: Path, *settings: str, run: str = RUN, **more):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Callable[..., Root]:
     """A run with these settings, driven once; only copies of it are changed."""
-
-    @functools.cache
-    def made(*settings: str) -> Root:
-        folder = tmp_path_factory.mktemp("finished")
-        root = open_root(str(folder / "runs"))
-        drive(root, folder, *settings)
-        return root
-
-    return made
+    return driven_once(tmp_path_factory, drive)
 
 
 def rollouts(root: Root, run: str = RUN):

@@ -25,7 +25,7 @@ from tasks.forking import begin_retraining, make_fork, retrain_config
 from tasks.stages.names import LOOP, Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
-from tests.small.stored import copied
+from tests.small.stored import copied, driven_once
 
 LAST = 5
 SYNC = Stage.WEIGHT_SYNC
@@ -42,15 +42,7 @@ def drive(root: Root, folder: Path, *settings: str, run: str = RUN, last: int = 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Callable[..., Root]:
     """A run with these settings, driven once; only copies of it are changed."""
-
-    @functools.cache
-    def made(*settings: str) -> Root:
-        folder = tmp_path_factory.mktemp("finished")
-        root = open_root(str(folder / "runs"))
-        drive(root, folder, *settings)
-        return root
-
-    return made
+    return driven_once(tmp_path_factory, drive)
 
 
 def lose(root: Root, *places: tuple[int, Stage], run: str = RUN) -> None:

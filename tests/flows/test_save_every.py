@@ -1,6 +1,5 @@
 """States that are not stored are made again, equal to what their manifests record, or refused."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from tasks.stages.names import WORKFLOW, Stage
 from tests.small.config import small_config
 from tests.small.driving import RUN, Killed, driver, killing
 from tests.small.here import WorkersHere
-from tests.small.stored import copied
+from tests.small.stored import copied, driven_once
 from tests.small.workers import SmallTrainer
 
 LAST = 7
@@ -61,22 +60,14 @@ def tables(root: Root, run: str = RUN) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def each(tmp_path_factory) -> Callable[[int], Root]:
-    """A run that stores each state, with this `rollout.ahead`; driven once."""
-
-    @functools.cache
-    def made(ahead: int) -> Root:
-        folder = tmp_path_factory.mktemp("each")
-        root = open_root(str(folder / "runs"))
-        drive(root, folder, f"rollout.ahead={ahead}")
-        return root
-
-    return made
+def each(tmp_path_factory) -> Callable[..., Root]:
+    """A run with these settings that stores each state, driven once."""
+    return driven_once(tmp_path_factory, drive)
 
 
 @pytest.fixture
 def expected(each) -> list[str]:
-    return digests(each(0))
+    return digests(each("rollout.ahead=0"))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +109,7 @@ def test_a_killed_run_makes_the_states_again(root, tmp_path, each, stage, iterat
     with pytest.raises(Killed):
         drive(root, tmp_path, *settings, at=killing(stage, iteration, Point.STARTED))
     drive(root, tmp_path, *settings)
-    assert digests(root) == digests(each(ahead))
+    assert digests(root) == digests(each(f"rollout.ahead={ahead}"))
     assert verify(root, RUN).sound
 
 
@@ -206,7 +197,7 @@ def test_states_made_under_other_settings_are_not_made_again_under_those_of_the_
 
 
 def test_states_of_another_revision_are_made_again_from_its_samples(whole, each, tmp_path):
-    root, other = copied(whole, tmp_path / "runs"), copied(each(0), tmp_path / "other")
+    root, other = copied(whole, tmp_path / "runs"), copied(each("rollout.ahead=0"), tmp_path / "other")
     for one in (root, other):
         rerun(one, RUN, Wanted(4, Stage.ROLLOUT, "other samples", "tests", new_seeds=True))
     with pytest.raises(Killed):
